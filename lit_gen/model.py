@@ -1,0 +1,381 @@
+"""The model: a decoder-only transformer with the switches of `config.Config`, a cache, and a position for every token.
+
+Read it from the bottom: GPT.forward, Block.forward, CausalSelfAttention.forward.
+
+    B  rows of the batch                 nh  query heads
+    T  tokens per row in this call       ng  key/value heads (query groups)
+    S  cache columns looked at           hs  head size
+    C  embedding size                    V   vocabulary size
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_gen.cache import KVCache, Step, additive, visible
+from lit_gen.config import Config
+from lit_gen.rope import apply_rope, rope_table, signed_sin
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension; `heads` gives each head weights of its own (StableLM)."""
+
+    def __init__(self, config: Config, size: int, bias: bool | None = None, heads: int | None = None) -> None:
+        super().__init__()
+        bias = config.norm_bias if bias is None else bias
+        shape = (size,) if heads is None else (heads, size)
+        self.size, self.eps, self.layer, self.offset = (
+            (size,),
+            config.norm_eps,
+            config.norm == "layer",
+            config.norm_offset,
+        )
+        self.weight = nn.Parameter(torch.ones(shape)) if config.norm_affine else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if bias and config.norm_affine else None
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., size)
+        if self.layer:
+            if self.weight is None or self.weight.dim() == 1:
+                return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+            return F.layer_norm(x, self.size, None, None, self.eps) * self.weight
+        if self.offset:  # 1 + weight is formed in float32: bfloat16 would lose the weight's last bits
+            return (F.rms_norm(x.float(), self.size, None, self.eps) * (1.0 + self.weight.float())).type_as(x)
+        return F.rms_norm(x, self.size, self.weight, self.eps)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        nh, ng, hs = config.n_head, config.n_query_groups, config.head_size
+        self.qkv = nn.Linear(config.n_embd, (nh + 2 * ng) * hs, bias=config.qkv_bias)  # rows: Config.qkv_rows
+        self.proj = nn.Linear(nh * hs, config.n_embd, bias=config.proj_bias)
+        self.norm_q = self.norm_k = None
+        if config.qk_norm == "full":
+            self.norm_q, self.norm_k = Norm(config, nh * hs), Norm(config, ng * hs)
+        elif config.qk_norm:
+            own = config.qk_norm == "per_head"
+            self.norm_q = Norm(config, hs, config.qk_norm_bias, nh if own else None)
+            self.norm_k = Norm(config, hs, config.qk_norm_bias, ng if own else None)
+        self.n_head, self.n_query_groups, self.head_size = nh, ng, hs
+        self.norm_full, self.clip = config.qk_norm == "full", config.clip_qkv
+        self.scale = config.attn_scale if config.attn_scale is not None else hs**-0.5
+        self.softcap = config.attn_softcap
+        self.rope, self.kind = config.rope_layers[layer], config.layer_types[layer]
+        self.kv_cache: KVCache | None = None
+
+    def forward(
+        self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict[str, Tensor | None], step: Step | None
+    ) -> Tensor:
+        B, T, _ = x.shape
+        nh, ng, hs = self.n_head, self.n_query_groups, self.head_size
+        qkv = self.qkv(x)  # (B, T, (nh + 2 * ng) * hs)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        qk, v = qkv.view(B, T, nh + 2 * ng, hs).split((nh + ng, ng), dim=2)  # (B, T, nh + ng, hs), (B, T, ng, hs)
+        if self.norm_q is not None:
+            q, k = qk.split((nh, ng), dim=2)
+            if self.norm_full:  # over all heads at once
+                q, k = q.flatten(2), k.flatten(2)
+            q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
+            qk = torch.cat((q, k), dim=2)
+        if self.rope >= 0:
+            cos, sin = ropes[self.rope]  # (B or 1, T, 1, n_elem)
+            qk = apply_rope(qk, cos.to(qk.dtype), sin.to(qk.dtype))
+        q, k = qk.split((nh, ng), dim=2)
+        if step is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, ng, T, hs)
+        elif step.index is None:  # fresh rows see their own tokens only, which are at hand
+            self.kv_cache.update(k, v, step)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            k, v = self.kv_cache.update(k, v, step)  # (B, ng, S, hs)
+        y = attend(q.transpose(1, 2), k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
+        return self.proj(y.transpose(1, 2).reshape(B, T, nh * hs))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None) -> Tensor:
+    """Attention of q (B, nh, T, hs) on k, v (B, ng, S, hs), which are never repeated for the query heads they serve.
+
+    `mask` (B or 1, 1, T, S) is added to the scores; None means causal with S == T. Returns (B, nh, T, hs).
+    """
+    B, nh, T, hs = q.shape
+    ng = k.size(1)
+    if softcap is not None:
+        return _attend_softcap(q, k, v, mask, scale, softcap)
+    if T == 1 and mask is not None:
+        # One query per row: the nh / ng queries of a group become its rows, which costs no copy of k and v.
+        y = F.scaled_dot_product_attention(q.reshape(B, ng, nh // ng, hs), k, v, attn_mask=mask, scale=scale)
+        return y.view(B, nh, 1, hs)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=nh != ng
+    )
+
+
+def _attend_softcap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Scores are squashed to +-softcap before they are masked (Gemma 2); no fused kernel does that."""
+    B, nh, T, hs = q.shape
+    ng, S = k.size(1), k.size(2)
+    if mask is None:
+        mask = additive(visible(torch.arange(T, device=q.device)[None], S), q.dtype)
+    scores = (q.reshape(B, ng, nh // ng, T, hs) @ k[:, :, None].mT) * scale  # (B, ng, nh / ng, T, S)
+    scores = torch.tanh(scores / softcap) * softcap + mask[:, :, None]
+    return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v[:, :, None]).view(B, nh, T, hs)
+
+
+class MLP(nn.Module):
+    """act(gate) * up when gated, with gate | up as the rows of one projection; else act(fc)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.fc = nn.Linear(config.n_embd, 2 * size if config.gated else size, bias=config.mlp_bias)
+        self.proj = nn.Linear(size, config.n_embd, bias=config.mlp_bias)
+        self.gated, self.act = config.gated, ACTIVATIONS[config.act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.proj(self.act(gate) * up)
+        return self.proj(self.act(x))
+
+
+class MoE(nn.Module):
+    """A mixture of experts, whose weights are stacked: each token goes through the n_expert_per_token best of them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        E, size, C = config.n_expert, config.moe_intermediate_size, config.n_embd
+        self.gate = nn.Linear(C, E, bias=False)
+        self.fc = nn.Parameter(torch.empty(E, 2 * size, C))  # gate | up
+        self.proj = nn.Parameter(torch.empty(E, C, size))
+        self.n_expert_per_token, self.norm_topk, self.act = (
+            config.n_expert_per_token,
+            config.norm_topk,
+            ACTIVATIONS[config.act],
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.size(-1))  # (B * T, C)
+        p = self.gate(tokens).softmax(-1, dtype=torch.float32)  # (B * T, E)
+        p, chosen = p.topk(self.n_expert_per_token, dim=-1)  # (B * T, k)
+        if self.norm_topk:
+            p = p / p.sum(-1, keepdim=True)
+        y = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():
+            token, rank = torch.where(chosen == expert)
+            gate, up = F.linear(tokens[token], self.fc[expert]).chunk(2, dim=-1)
+            out = F.linear(self.act(gate) * up, self.proj[expert]) * p[token, rank, None]
+            y.index_add_(0, token, out.to(y.dtype))
+        return y.view(x.shape)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        size = config.n_embd
+        self.norm_1 = Norm(config, size) if config.pre_norm else nn.Identity()
+        self.attn = CausalSelfAttention(config, layer)
+        self.post_attention_norm = Norm(config, size) if config.post_norm else nn.Identity()
+        self.norm_2 = Norm(config, size) if config.pre_norm and not config.shared_norm else nn.Identity()
+        self.mlp = MoE(config) if config.moe_layers[layer] else MLP(config)
+        self.post_mlp_norm = Norm(config, size) if config.post_norm else nn.Identity()
+        self.parallel, self.shared, self.residual_scale = (
+            config.parallel_residual,
+            config.shared_norm,
+            config.residual_scale,
+        )
+
+    def forward(self, x: Tensor, *where: object) -> Tensor:  # (B, T, C); where: CausalSelfAttention.forward
+        normed = self.norm_1(x)
+        attention = self._scaled(self.post_attention_norm(self.attn(normed, *where)))
+        if self.parallel:
+            normed = normed if self.shared else self.norm_2(x)
+            return x + attention + self._scaled(self.post_mlp_norm(self.mlp(normed)))
+        x = x + attention
+        return x + self._scaled(self.post_mlp_norm(self.mlp(self.norm_2(x))))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+
+class GPT(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = Norm(config, config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.lm_head_bias)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        # Plain attributes, not buffers: casting the model must not cast the tables, and a mask belongs to one call.
+        self.mask_cache: dict[str, Tensor | None] = {}
+        self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
+        self._tables: list[tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> "GPT":
+        """Loads a Hugging Face folder, a lit folder or a .gguf file, in eval mode and without gradients.
+
+        Args:
+            dtype: of the parameters; None takes the file's own (float32 for quantized GGUF files).
+
+        Raises:
+            UserError: if a tensor is missing, surplus, truncated or misshapen, or the architecture is not supported.
+        """
+        from lit_gen.checkpoint import load_model
+
+        return load_model(Path(path), dtype, torch.device(device))
+
+    @torch.inference_mode(False)
+    def set_kv_cache(self, batch_size: int, max_seq_length: int | None = None) -> None:
+        """Makes the caches right for `batch_size` rows of up to `max_seq_length` columns, zero-filled.
+
+        The memory is reused when the shape is the same. Old contents could not be seen in any case.
+        """
+        S = max_seq_length or self.config.block_size
+        for block in self.h:
+            attn, weight = block.attn, block.attn.qkv.weight
+            shape = (batch_size, attn.n_query_groups, S, attn.head_size)
+            cache = attn.kv_cache
+            if cache is not None and cache.k.shape == shape and cache.k.device == weight.device:
+                cache.k.zero_()
+                cache.v.zero_()
+            else:
+                attn.kv_cache = None  # the old memory goes before the new is taken
+                attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=weight.device)
+        self.row_length = torch.zeros(batch_size, dtype=torch.int64, device=self.wte.weight.device)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the caches, in bytes."""
+        caches = [block.attn.kv_cache for block in self.h]
+        return sum(cache.k.nbytes + cache.v.nbytes for cache in caches if cache is not None)
+
+    def clear_kv_cache(self) -> None:
+        for block in self.h:
+            block.attn.kv_cache = None
+        self.row_length, self.mask_cache = None, {}
+
+    def forward(
+        self,
+        idx: Tensor,
+        input_pos: Tensor | None = None,
+        last: Tensor | None = None,
+        *,
+        rows: slice | None = None,
+        span: int | None = None,
+    ) -> Tensor:
+        """Logits of a batch.
+
+            model(idx)                     training: causal, no cache
+            model(idx, rows=slice(2, 3))   the same, and keys and values are kept in cache row 2: a fresh prompt
+            model(idx, input_pos)          goes on from what the cache holds
+
+        Args:
+            idx: (B, T) int64 token ids. Rows that are shorter are padded on the right, with any id.
+            input_pos: (B, T) int64, each token's position in its row's text, which is also its cache column; -1 is
+                padding, which writes nothing and sees nothing.
+            last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them.
+            rows: the cache rows of this call, B of them; None is the first B.
+            span: how many cache columns to look at, more than any position; None is all. It only saves time.
+
+        Returns:
+            (B, V) if `last` is given, else (B, T, V).
+        """
+        B, T = idx.shape
+        step = self._step(idx, input_pos, rows, span)
+        position = torch.arange(T, device=idx.device)[None] if input_pos is None else input_pos  # (1 or B, T)
+        ropes = self._rope_rows(position, last, step)
+        self.mask_cache = self._masks(position, step)
+        x = self.wte(idx)  # (B, T, C)
+        if self.config.embedding_scale != 1.0:  # rounded to the model's dtype first, as Gemma was trained
+            x = x * x.new_tensor(self.config.embedding_scale)
+        for block in self.h:
+            x = block(x, ropes, self.mask_cache, step)
+        if last is not None:
+            x = x[torch.arange(B, device=x.device), last]  # (B, C): one column per row reaches the head
+        logits = self.lm_head(self.ln_f(x))
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if self.config.final_softcap is not None:
+            logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
+        return logits
+
+    def _step(self, idx: Tensor, input_pos: Tensor | None, rows: slice | None, span: int | None) -> Step | None:
+        if input_pos is None and rows is None:
+            return None
+        cache = self.h[0].attn.kv_cache
+        if cache is None:
+            raise RuntimeError(
+                "model(idx, input_pos) needs a cache: call model.set_kv_cache(batch_size, max_seq_length)"
+            )
+        rows = rows or slice(0, len(idx))
+        if input_pos is None:
+            assert idx.size(1) <= cache.k.size(2), (
+                f"{idx.size(1)} tokens do not fit a cache of {cache.k.size(2)} columns"
+            )
+            return Step(rows, idx.size(1))
+        return Step.at(input_pos, rows, span or cache.k.size(2), cache)
+
+    def _compute_dtype(self) -> torch.dtype:
+        device = self.wte.weight.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.weight.dtype
+
+    def _masks(self, position: Tensor, step: Step | None) -> dict[str, Tensor | None]:
+        """One mask for each kind of layer; None where plain causal attention over the call's own tokens is right."""
+        fresh = step is None or step.index is None
+        span = position.size(1) if step is None else step.span
+        masks: dict[str, Tensor | None] = {}
+        for kind in set(self.config.layer_types):
+            if fresh and (kind == "full" or span <= self.config.window):
+                masks[kind] = None
+            else:
+                masks[kind] = additive(visible(position, span, kind, self.config.window), self._compute_dtype())
+        return masks
+
+    def _rope_rows(self, position: Tensor, last: Tensor | None, step: Step | None) -> list[tuple[Tensor, Tensor]]:
+        """cos and signed sin of each kind of rope for these positions: (B or 1, T, 1, n_elem) each.
+
+        longrope has two tables, for short and for long rows. Which one a row uses is fixed by how long it will get
+        (`row_length`, set by whoever admits it; without that, by how long it is now), never by its neighbours.
+        """
+        needed = position.size(1) if step is None else self.h[0].attn.kv_cache.k.size(2)
+        tables = self._rope_tables(max(needed, position.size(1)), position.device)
+        rows = []
+        for rope, (cos, sin) in zip(self.config.ropes, tables, strict=True):  # (K, S, n_elem)
+            if len(cos) == 1:
+                cos, sin = cos[0, position], sin[0, position]  # (B or 1, T, n_elem)
+            else:
+                from_start = step is None or step.index is None
+                length = last + 1 if from_start and last is not None else position.amax(-1) + 1  # (B or 1,)
+                if step is not None:
+                    length = torch.maximum(length, self.row_length[step.rows])
+                table = (length > rope.original_max_seq_len).long()[:, None]  # (B or 1, 1)
+                cos, sin = cos[table, position], sin[table, position]
+            rows.append((cos[:, :, None], signed_sin(sin)[:, :, None]))
+        dtype = self._compute_dtype()
+        return [(cos.to(dtype), sin.to(dtype)) for cos, sin in rows]
+
+    def _rope_tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        if not self._tables or self._tables[0][0].size(1) < length or self._tables[0][0].device != device:
+            with torch.inference_mode(False):  # a table made in inference mode could not be used in training
+                self._tables = [rope_table(rope, length, device) for rope in self.config.ropes]
+        return self._tables
+
+    @property
+    def cos(self) -> Tensor:
+        """(block_size, n_elem) float32, the cosines of the first kind of rope; for inspection."""
+        return self._rope_tables(self.config.block_size, self.wte.weight.device)[0][0][0]

@@ -1,0 +1,46 @@
+"""What every script needs around the model: errors a user can act on, tolerant JSON, and the command line."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class UserError(ValueError):
+    """Bad input: the message is one line that says what is wrong, which thing it is and what to do about it."""
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; a trailing comma, which some published checkpoints have, is forgiven."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        try:
+            return json.loads(re.sub(r",(\s*[}\]])", r"\1", text))
+        except json.JSONDecodeError:
+            raise UserError(f"{path} is not JSON: {error}") from None
+
+
+def run_cli(main: Callable[..., Any]) -> None:
+    """Runs `main` with the command line's arguments; a `UserError` becomes one line on stderr and exit status 2."""
+    from jsonargparse import ArgumentParser, auto_cli
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> None:
+            sys.exit(_report(f"{' '.join(message.split())} (-h lists the options)"))
+
+    try:
+        auto_cli(main, as_positional=False, parser_class=Parser)
+    except UserError as error:
+        sys.exit(_report(str(error)))
+
+
+def _report(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2

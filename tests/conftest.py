@@ -1,0 +1,89 @@
+"""Fixtures that several test files share."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from families import make_hf_model, save_hf_model
+from torch import nn
+
+from lit_gen.checkpoint import load_model
+from lit_gen.config import Config, Rope
+from lit_gen.model import GPT
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The optional folder of larger test data that lies beside the repository; tests that need it skip without it."""
+    path = Path(os.environ.get("LIT_GEN_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"no test data at {path} (set LIT_GEN_SHARED)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories(shared: Path) -> Path:
+    """A trained Llama of 260,032 parameters with exact expected outputs."""
+    return shared / "data/models/stories260K"
+
+
+class Family(NamedTuple):
+    hf: nn.Module  # transformers' own model, float32
+    model: GPT  # ours, loaded from the folder
+    folder: Path  # where transformers saved it
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Makes a family of `families.FAMILIES` once: the same random weights in transformers and here."""
+    made: dict[str, Family] = {}
+
+    def make(name: str) -> Family:
+        if name not in made:
+            hf = make_hf_model(name)
+            folder = save_hf_model(hf, tmp_path_factory.mktemp(name))
+            made[name] = Family(hf, load_model(folder, torch.float32, torch.device("cpu")), folder)
+        return made[name]
+
+    return make
+
+
+def randomized(config: Config, seed: int = 0) -> GPT:
+    """A model with every parameter random and large enough (std 0.2) that logits are no ties; biases too."""
+    model, generator = GPT(config).eval().requires_grad_(False), torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        offset = 1.0 if "norm" in name and "bias" not in name else 0.0
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + offset)
+    return model
+
+
+SIZES = {"n_layer": 2, "n_head": 4, "head_size": 16, "n_embd": 64, "intermediate_size": 128, "vocab_size": 512}
+SIZES |= {"block_size": 256}
+
+
+def llama_config(**changes: object) -> Config:
+    return Config(**{**SIZES, "n_query_groups": 2, **changes})
+
+
+def neox_config(**changes: object) -> Config:
+    kinds = {"norm": "layer", "norm_bias": True, "parallel_residual": True, "gated": False, "act": "gelu"}
+    biases = dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), True)
+    return Config(**{**SIZES, "model_type": "gpt_neox", "ropes": [Rope(n_elem=4)], **kinds, **biases, **changes})
+
+
+@pytest.fixture
+def tiny_llama() -> GPT:
+    return randomized(llama_config())
+
+
+@pytest.fixture
+def tiny_neox() -> GPT:
+    return randomized(neox_config())
+
+
+@pytest.fixture(params=["llama", "neox"])
+def tiny(request: pytest.FixtureRequest) -> GPT:
+    return randomized(llama_config() if request.param == "llama" else neox_config())

@@ -1,0 +1,259 @@
+"""Claims of lit_gen/stopping.py: where a row ends, what is kept, and what is shown when."""
+
+import itertools
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from lit_gen.stopping import Row, check_stops
+from lit_gen.tokenizer_backends import HuggingFace, byte_level_alphabet
+from lit_gen.utils import UserError
+
+WORDS = ["be", "ta", " ga", "mma", "Paris", "DEF", "G", "HI", "J", "a", "b", "c", "d", "ab", "abc", "aa", "<end>", " x"]
+BYTES = [b" \xe2\x80", b"\x9c", b"\xe2", b"\x80\x9d"]  # a space and a part of U+201C, the rest of it; U+201D in two
+SPECIAL = "<|quiet|>"
+
+
+def make_backend() -> HuggingFace:
+    """A byte-level tokenizer whose tokens are exactly WORDS, BYTES and SPECIAL."""
+    characters = {byte: char for char, byte in byte_level_alphabet().items()}
+    pieces = [word.encode() for word in WORDS] + BYTES
+    vocab = {"".join(characters[byte] for byte in piece): i for i, piece in enumerate(pieces)}
+    lib = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    lib.pre_tokenizer, lib.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    lib.add_special_tokens([SPECIAL])
+    return HuggingFace(lib)
+
+
+BACKEND = make_backend()
+LEFT, LEFT_END, RIGHT, RIGHT_END, QUIET = range(len(WORDS), len(WORDS) + 5)
+
+
+def ids(*words: str) -> list[int]:
+    return [WORDS.index(word) for word in words]
+
+
+def run(tokens: list[int], limit: int = 100, **stops) -> tuple[Row, list[str]]:
+    """Pushes tokens until the row is finished."""
+    row = Row(0, [], limit, stream=BACKEND.stream(), **stops)
+    shown = []
+    for token in tokens:
+        if row.finish_reason is None:
+            shown.append(row.push(token))
+    return row, shown
+
+
+def test_stop_id_ends_a_row_and_is_not_kept():
+    rows = [Row(i, [2, 2], 6, stop_ids={2, 9}) for i in range(2)]
+    steps = list(zip([5, 2, 7, 7, 7, 7], [5, 6, 7, 8, 9, 2], strict=True))
+    taken = [0, 0]
+    for step in steps:
+        for row, token in zip(rows, step, strict=True):
+            if row.finish_reason is None:
+                row.push(token)
+                taken[row.index] += 1
+    assert [row.tokens for row in rows] == [[5], [5, 6, 7, 8]]
+    assert [row.finish_reason for row in rows] == ["stop", "stop"]
+    assert taken == [2, 5]
+
+
+def test_first_token_can_be_a_stop():
+    for stops in ({"stop_ids": {0}}, {"stop_sequences": [(0,)]}, {"stop_strings": ["b"]}):
+        row, shown = run(ids("be"), **stops)
+        assert (row.tokens, row.text, row.finish_reason, shown) == ([], "", "stop", [""])
+
+
+def test_length_ends_a_row():
+    row, shown = run(ids("be", "ta", " ga"), limit=2)
+    assert (row.tokens, row.text, row.finish_reason, shown) == (ids("be", "ta"), "beta", "length", ["be", "ta"])
+    with pytest.raises(AssertionError, match="row 0 is finished"):
+        row.push(1)
+
+
+def test_no_tokens_wanted_is_finished_at_once():
+    row = Row(3, [1], 0, stream=BACKEND.stream())
+    assert (row.finish_reason, row.tokens, row.text) == ("length", [], "")
+    with pytest.raises(AssertionError, match="row 3 is finished"):
+        row.push(1)
+
+
+def test_stop_in_the_last_allowed_token_is_a_stop():
+    assert run(ids("be", "a"), limit=2, stop_ids=ids("a"))[0].finish_reason == "stop"
+    assert run(ids("be", "a", "b"), limit=3, stop_sequences=[ids("a", "b")])[0].finish_reason == "stop"
+    assert run(ids("be", "ta", " ga"), limit=3, stop_strings=["ta ga"])[0].finish_reason == "stop"
+
+
+def test_broken_row_ends_as_nan_and_keeps_what_it_had():
+    row, shown = run([*ids("be", "ta"), -1], stop_strings=["ta ga"])
+    assert (row.tokens, row.text, row.finish_reason) == (ids("be", "ta"), "beta", "nan")
+    assert shown == ["be", "", "ta"]
+    row = Row(0, [1], 5)
+    row.push(-1)
+    assert (row.tokens, row.finish_reason) == ([], "nan")
+
+
+def test_stop_sequence_after_a_false_start():
+    """A single counter that goes back to 0 at a mismatch misses aab in aaab."""
+    row, shown = run(ids("a", "a", "a", "b", "c"), stop_sequences=[ids("a", "a", "b")])
+    assert (row.tokens, row.text, row.finish_reason) == (ids("a"), "a", "stop")
+    assert shown == ["", "", "a", ""]
+
+
+def test_unfinished_stop_sequence_is_released():
+    row, shown = run(ids("a", "a", "c", "a"), limit=4, stop_sequences=[ids("a", "a", "b")])
+    assert (row.tokens, row.text, row.finish_reason) == (ids("a", "a", "c", "a"), "aaca", "length")
+    assert shown == ["", "", "aac", "a"]
+    row, shown = run(ids("be", "a", "a", "ta"), stop_sequences=[ids("a", "a", "b")], stop_ids=ids("ta"))
+    assert (row.text, shown) == ("beaa", ["be", "", "", "aa"])
+
+
+def test_longest_of_sequences_that_end_together():
+    row, _ = run(ids("c", "a", "b"), stop_sequences=[ids("b"), ids("a", "b")], stop_ids=ids("b"))
+    assert (row.tokens, row.text) == (ids("c"), "c")
+
+
+@given(st.lists(st.sampled_from(ids("a", "b", "c")), max_size=12), st.lists(st.sampled_from(ids("a", "b")), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_stop_sequence_equals_search_in_the_whole_row(tokens, stop):
+    row, shown = run(tokens, stop_sequences=[stop])
+    ends = [i for i in range(len(tokens)) if tokens[: i + 1][-len(stop) :] == stop]
+    expected = tokens[: ends[0] + 1 - len(stop)] if ends else tokens
+    assert row.tokens == expected
+    assert row.finish_reason == ("stop" if ends else None)
+    if ends:
+        assert "".join(shown) == row.text == BACKEND.decode(expected)
+
+
+def test_stop_string_across_token_borders():
+    row, shown = run(ids("be", "ta", " ga", "mma"), stop_strings=["ta ga"])
+    assert (row.text, row.tokens, row.finish_reason, shown) == ("be", ids("be"), "stop", ["be", "", ""])
+
+
+def test_stop_string_inside_a_token():
+    row, shown = run(ids("Paris", "a"), stop_strings=["Pari"])
+    assert (row.text, row.tokens, row.finish_reason, shown) == ("", [], "stop", [""])
+    row, _ = run(ids("c", "Paris"), stop_strings=["ri"])
+    assert (row.text, row.tokens) == ("cPa", ids("c"))  # the token holds the stop, the text before it stays
+
+
+def test_nothing_of_a_stop_string_is_shown():
+    row, shown = run(ids("be", "DEF", "G", "HI", "J"), stop_strings=["DEFGHIJ"])
+    assert (row.text, shown) == ("be", ["be", "", "", "", ""])
+
+
+def test_text_that_was_held_for_nothing_comes_out_complete():
+    row, shown = run(ids("DEF", "G", "HI", "DEF", "G"), limit=5, stop_strings=["DEFGHIJ"])
+    assert (row.text, row.finish_reason) == ("DEFGHIDEFG", "length")
+    assert shown == ["", "", "", "DEFGHI", "DEFG"]
+
+
+def test_stop_string_in_the_prompt_does_not_count():
+    row = Row(0, ids("be", "ta"), 3, stop_ids=ids("be"), stop_strings=["beta", "ta ga"], stream=BACKEND.stream())
+    for token in ids(" ga", "mma", "G"):
+        row.push(token)
+    assert (row.text, row.finish_reason) == (" gammaG", "length")
+
+
+def test_stop_that_is_complete_first_wins():
+    assert run(ids("a", "b", "c", "d"), stop_strings=["abcd", "bc"])[0].text == "a"
+    assert run(ids("abc", "d"), stop_strings=["abcd", "bc"])[0].text == "a"
+    assert run(ids("abc"), stop_strings=["c", "bc", "abcd"])[0].text == "a"  # two end together: the longest
+    assert run(ids("ab", "aa"), stop_strings=["a", "ab"])[0].text == ""
+
+
+def brute_force(text: str, stops: list[str]) -> tuple[str, bool]:
+    """What is left of a text that grows by single characters."""
+    for end in range(len(text) + 1):
+        for start in range(end):
+            if text[start:end] in stops:
+                return text[:start], True
+    return text, False
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "c", "ab", "abc", "aa"]), max_size=10),
+    st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
+)
+@settings(max_examples=500, deadline=None)
+def test_borders_of_tokens_do_not_matter(words, stops):
+    """The same as searching the whole text, and what has been shown is never taken back or late without need."""
+    tokens = ids(*words)
+    row = Row(0, [], len(tokens) + 1, stop_strings=stops, stream=BACKEND.stream())
+    text, shown = "", ""
+    for word, token in zip(words, tokens, strict=True):
+        text += word
+        shown += row.push(token)
+        expected, stopped = brute_force(text, stops)
+        assert (row.text, row.finish_reason == "stop") == (expected, stopped)
+        if stopped:
+            break
+        held = text[len(shown) :]
+        assert text.startswith(shown)
+        longest = max((n for n in range(len(text) + 1) for s in stops if s[:n] == text[len(text) - n :]), default=0)
+        assert len(held) == longest
+    if row.finish_reason:
+        assert shown == row.text
+        lengths = list(itertools.accumulate(map(len, words)))
+        assert len(row.tokens) == sum(n <= len(row.text) for n in lengths)
+
+
+def test_tokens_before_a_stop_string_end_in_whole_characters():
+    """The first token ends in a part of the stop: its text does not lie before it."""
+    row, shown = run([*ids("be"), LEFT, LEFT_END], stop_strings=["\u201c"])
+    assert (row.text, row.tokens, row.finish_reason) == ("be ", ids("be"), "stop")
+    assert "".join(shown) == "be "
+    row, _ = run([*ids("be"), RIGHT, RIGHT_END], stop_strings=["\u201d"])
+    assert (row.text, row.tokens) == ("be", ids("be"))
+
+
+def test_token_without_text_before_a_stop_string_is_kept():
+    row, _ = run([*ids("be"), QUIET, *ids("ta", " ga")], stop_strings=["ta ga"])
+    assert (row.text, row.tokens) == ("be", [*ids("be"), QUIET])
+
+
+def test_half_a_character_is_released_at_the_end_only():
+    row, shown = run([*ids("be"), RIGHT], limit=2)
+    assert (row.text, shown) == ("be\ufffd", ["be", "\ufffd"])
+    row, shown = run([RIGHT, RIGHT_END, RIGHT], limit=3)
+    assert shown == ["", "\u201d", "\ufffd"]
+
+
+def test_stop_string_that_only_the_end_of_the_stream_completes():
+    row, shown = run([*ids("be"), RIGHT], limit=2, stop_strings=["e\ufffd"])
+    assert (row.text, row.tokens, row.finish_reason, shown) == ("b", [], "stop", ["b", ""])
+    row, _ = run([*ids("be", "a"), RIGHT, *ids("d")], stop_strings=["\ufffd"], stop_ids=ids("d"))
+    assert (row.text, row.tokens, row.finish_reason) == ("bea", ids("be", "a"), "stop")
+
+
+def test_sequences_and_strings_together():
+    """A stop string is found also when its tokens waited for a stop sequence that did not come."""
+    stops = {"stop_sequences": [ids("ta", " ga", "J")], "stop_strings": ["ta"]}
+    row, shown = run(ids("be", "ta", " ga", "G"), **stops)
+    assert (row.text, row.tokens, row.finish_reason, "".join(shown)) == ("be", ids("be"), "stop", "be")
+    row, _ = run(ids("be", "ta"), limit=2, **stops)
+    assert (row.text, row.tokens, row.finish_reason) == ("be", ids("be"), "stop")
+
+
+def test_what_waits_is_bounded_by_the_stops():
+    """So the work per token does not grow with the row: each token is decoded once, a short end of the text searched."""
+    row = Row(0, [], 3000, stop_strings=["abab!"], stop_sequences=[ids("a", "b", "a", "c")], stream=BACKEND.stream())
+    pushed = []
+    push, row.stream.push = row.stream.push, lambda token: pushed.append(token) or push(token)
+    shown = 0
+    for i, token in enumerate(ids("a", "b") * 1500, start=1):
+        shown += len(row.push(token))
+        assert i == 3000 or i - 7 <= shown < i  # 4 characters of the string, 3 tokens of the sequence
+    assert pushed == row.tokens and shown == len(row.text) == 3000
+
+
+def test_empty_stop_string_is_refused():
+    with pytest.raises(UserError, match="stop string 1 is empty"):
+        check_stops(["a", ""])
+    check_stops(["a"])
+    with pytest.raises(AssertionError, match="would end every row"):
+        Row(0, [], 5, stop_strings=[""], stream=BACKEND.stream())
+    with pytest.raises(AssertionError, match="need the text"):
+        Row(0, [], 5, stop_strings=["a"])
