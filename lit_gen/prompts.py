@@ -1,9 +1,9 @@
-"""What ``--prompts`` accepts (a list, a text, a .txt or .jsonl file, ``-`` for stdin), down to checked token ids."""
+"""What `--prompts` accepts (a list, a text, a .txt or .jsonl file, `-` for stdin), down to token ids."""
 
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +18,7 @@ class Prompt:
 
     Attributes:
         text: what to go on with, or None.
-        messages: ``[{"role": ..., "content": ...}, ...]``, or None.
+        messages: `[{"role": ..., "content": ...}, ...]`, or None.
         id: the user's own name for it, repeated in the output, or None.
         where: its name in error messages, such as "prompt 3" (counted from 0) or "line 7 of in.jsonl" (from 1).
     """
@@ -30,13 +30,13 @@ class Prompt:
 
 
 def read_prompts(prompts: str | list[str]) -> list[Prompt]:
-    """Reads the value of ``--prompts``.
+    """Reads the value of `--prompts`.
 
     - a list: a prompt each; the empty text is a prompt
-    - ``-``: stdin, as a .jsonl file if its first line that is not blank begins with ``{``, else as a .txt file
+    - `-`: stdin, as a .jsonl file if its first line that is not blank begins with `{`, else as a .txt file
     - a path that ends in .txt: a prompt a line. The line break is no part of it, and blank lines are skipped
-    - a path that ends in .jsonl: an object a line, ``{"prompt": "..."}`` or ``{"messages": [{"role": "...", "content": "..."}]}``,
-      either with an optional ``"id"``. Blank lines are skipped
+    - a path that ends in .jsonl: an object a line, either `{"prompt": "..."}` or
+      `{"messages": [{"role": "...", "content": "..."}]}`, with an `"id"` if you like. Blank lines are skipped
     - any other text: one prompt
 
     Files are UTF-8; a byte order mark and Windows line breaks are accepted.
@@ -55,11 +55,10 @@ def read_prompts(prompts: str | list[str]) -> list[Prompt]:
         try:
             with Path(prompts).open("rb") as file:
                 found = _read_lines(file, source, jsonl=prompts.endswith(".jsonl"))
-        except (OSError, ValueError) as err:
-            if isinstance(err, UserError):
-                raise
-            reason = getattr(err, "strerror", None) or err
-            raise UserError(f'cannot read the prompts file {prompts!r}: {reason} (if it is a prompt, write ["..."])') from err
+        except OSError as err:
+            raise UserError(
+                f'cannot read the prompts file {prompts!r}: {err.strerror} (if it is a prompt, write ["..."])'
+            ) from err
     else:
         source, found = "the text", [Prompt(prompts, None, None, "prompt 0")]
     if not found:
@@ -69,7 +68,7 @@ def read_prompts(prompts: str | list[str]) -> list[Prompt]:
 
 
 def _read_lines(file: BinaryIO, source: str, jsonl: bool | None) -> list[Prompt]:
-    """A prompt per line that is not blank; ``jsonl=None`` lets the first of them decide the format."""
+    """A prompt per line that is not blank; `jsonl=None` lets the first of them decide the format."""
     found = []
     for number, line in enumerate(file, start=1):
         where = f"line {number} of {source}"
@@ -140,50 +139,24 @@ def _check(prompts: Iterable[Prompt]) -> None:
             ) from err
         if prompt.id is not None:
             if prompt.id in seen:
-                raise UserError(f"{prompt.where} has the id {prompt.id!r:.40}, as {seen[prompt.id]} has: ids must differ")
+                raise UserError(
+                    f"{prompt.where} has the id {prompt.id!r:.40}, as {seen[prompt.id]} has: ids must differ"
+                )
             seen[prompt.id] = prompt.where
 
 
-def encode_prompts(
-    prompts: list[Prompt], tokenizer: Tokenizer, *, chat: bool, vocab_size: int, max_new_tokens: int, block_size: int
-) -> list[list[int]]:
-    """Token ids of every prompt, checked against the model.
-
-    A prompt without tokens becomes the model's BOS token, or the EOS token if it has none.
+def encode_prompts(prompts: list[Prompt], tokenizer: Tokenizer, *, chat: bool) -> list[list[int]]:
+    """Token ids of every prompt; one without any becomes the BOS token, or the EOS token if there is no BOS.
 
     Args:
-        prompts: what ``read_prompts`` gives.
+        prompts: what `read_prompts` gives.
         tokenizer: of the model.
         chat: render texts with the chat template, as one message of the user; messages always are.
-        vocab_size: rows of the embedding table.
-        max_new_tokens: how many tokens are wanted.
-        block_size: cache columns of the model. T tokens and n new ones need T + n - 1: the last is never fed back.
 
     Raises:
-        UserError: names the prompt that is empty, too long, or has a token the model does not know.
+        UserError: names the prompt that cannot be encoded.
     """
-    encoded = list(_encode(prompts, tokenizer, chat))
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        if max(ids) >= vocab_size:
-            raise UserError(
-                f"{prompt.where} holds the token {max(ids)} ({tokenizer.decode([max(ids)])!r:.40}), but the model's embedding "
-                f"has {vocab_size} rows: take the text of that token out of the prompt"
-            )
-    long = [i for i, ids in enumerate(encoded) if len(ids) + max_new_tokens - 1 > block_size]
-    if long:
-        T = len(encoded[long[0]])
-        others = f"; {len(long) - 1} more prompts are too long" if len(long) > 1 else ""
-        room = block_size + 1 - T
-        raise UserError(
-            f"{prompts[long[0]].where} has {T} tokens, and {max_new_tokens} new ones make {T + max_new_tokens - 1} cache columns "
-            f"where the model has {block_size}: "
-            + (f"set --max_new_tokens to {room} or shorten it" if room > 0 else f"shorten it to {block_size} tokens")
-            + others
-        )
-    return encoded
-
-
-def _encode(prompts: list[Prompt], tokenizer: Tokenizer, chat: bool) -> Iterator[list[int]]:
+    encoded = []
     for prompt in prompts:
         try:
             if prompt.messages is not None:
@@ -197,13 +170,14 @@ def _encode(prompts: list[Prompt], tokenizer: Tokenizer, chat: bool) -> Iterator
         if not ids:
             first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
             if first is None:
-                raise UserError(f"{prompt.where} has no tokens, and the tokenizer has no BOS or EOS token to start from")
+                raise UserError(f"{prompt.where} has no tokens, and there is no BOS or EOS token to start from")
             ids = [first]
-        yield ids
+        encoded.append(ids)
+    return encoded
 
 
 def printable(text: str) -> str:
-    r"""``text`` for a terminal: control characters other than line break and tab become visible, such as ``\x1b``.
+    r"""`text` for a terminal: control characters other than line break and tab become visible, such as `\x1b`.
 
     Model output may hold escape sequences, and marks that reverse the direction of writing. Works piece by piece.
     """

@@ -1,8 +1,8 @@
 """From logits to the next token of every row: temperature, top-k, top-p, and random numbers that belong to one row.
 
-A row of a batch gets the token that it would get alone, bit for bit. Floating-point sums cannot promise that (their rounding
-changes with the shape, and CUDA's cumulative sums differ from run to run), so probabilities are held as integers: sums of
-integers are exact in any order. That also leaves every short cut below free to look at the whole batch.
+A row of a batch gets the token that it would get alone, bit for bit. Floating-point sums cannot promise that: their
+rounding changes with the shape, and on CUDA that of `cumsum` from run to run. So probabilities are held as integers,
+whose sums are exact in any order. That also leaves every short cut below free to look at the whole batch.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_gen.utils import UserError
 
 ONE = 2.0**44  # weight of a row's best token; 2**18 tokens as good as the best still add up to less than 2**63
-ROWS = 16  # rows handled at once: 64 rows of 49,152 logits took 17 ms like this and 37 ms in one piece (page faults)
+CHUNK = 2**20  # logits handled at once: 64 rows of 49,152 took 17 ms like this and 37 ms in one piece (page faults)
 NUCLEUS = 1024  # top_p looks at so many best tokens first: 24 ms for 64 rows of 49,152, a full sort takes 190 ms
 
 
@@ -29,10 +29,10 @@ def sample(
 ) -> Tensor:
     """Chooses one token per row.
 
-    The order is Hugging Face's: temperature, then top-k, then top-p on what is left of the probability. top_k keeps exactly k
-    tokens and top_p the fewest best tokens whose probabilities reach p; of equal logits the lower id is kept first. At least
-    one token is always kept. The token is where the running sum of the kept probabilities, in vocabulary order, passes
-    ``uniform``. Tokens below 2**-44 of the best one's probability count as impossible.
+    The order is Hugging Face's: temperature, then top-k, then top-p on what is left of the probability. top_k keeps
+    exactly k tokens, top_p the fewest best tokens whose probabilities reach p; of equal logits the lower id is kept
+    first. At least one token is kept. The token is where the running sum of the kept probabilities, in vocabulary
+    order, passes `uniform`. Tokens below 2**-44 of the best one's probability count as impossible.
 
     The settings are plain lists, one entry per row, so that finding out which rows are greedy waits for no GPU.
 
@@ -55,8 +55,9 @@ def sample(
     filtered = [b for b in sampled if k[b] < V or p[b] < 1]
     if sampled:
         uniform = torch.as_tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]  # (B, 1)
+    n = max(1, CHUNK // V)
     for group in (whole, filtered):
-        for rows in (group[i : i + ROWS] for i in range(0, len(group), ROWS)):
+        for rows in (group[i : i + n] for i in range(0, len(group), n)):
             scale = torch.tensor([[temperature[b]] for b in rows], dtype=torch.float64, device=logits.device)  # (B, 1)
             if group is whole:
                 ids, weights = None, _weights(logits[rows], best[rows], scale)  # (B, V)
@@ -69,8 +70,8 @@ def sample(
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest logit (B, 1) and the lowest id that has it (B, 1); a NaN counts as largest.
 
-    The best block first, then the best inside it: 1.4 ms for bfloat16 (64, 49152), where ``argmax`` takes 10 ms, because only
-    ``amax`` is vectorised. For an odd V the blocks have one element, and the second step does all the work.
+    The best block first, then the best inside it: 1.4 ms for bfloat16 (64, 49152), where `argmax` takes 10 ms, because
+    only `amax` is vectorised. For an odd V the blocks have one element, and the second step does all the work.
     """
     blocks = logits.unflatten(1, (-1, math.gcd(logits.size(1), 256)))  # (B, V/256, 256)
     best, block = blocks.amax(-1).max(-1, keepdim=True)  # (B, 1)
@@ -79,7 +80,7 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities relative to the best token's as integers from 0 to 2**44, the shape of ``logits``."""
+    """Probabilities relative to the best token's as integers from 0 to 2**44, the shape of `logits`."""
     return logits.to(torch.float64, copy=True).sub_(best).div_(temperature).exp_().mul_(ONE).long()
 
 
@@ -117,7 +118,7 @@ def _sort_keys(logits: Tensor) -> Tensor:
 
 
 def _draw(ids: Tensor | None, weights: Tensor, uniform: Tensor) -> Tensor:
-    """The id (B, 1) where the running sum of ``weights`` (B, n) passes ``uniform`` (B, 1) of their total."""
+    """The id (B, 1) where the running sum of `weights` (B, n) passes `uniform` (B, 1) of their total."""
     sums = weights.cumsum(-1)
     total = sums[:, -1:]
     target = torch.minimum((uniform * total).long(), total - 1)  # the product is rounded: it may reach the total
@@ -127,7 +128,7 @@ def _draw(ids: Tensor | None, weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def row_stream(seed: int, prompt: Sequence[int], occurrence: int, sample_index: int) -> np.random.Generator:
-    """The random numbers of one row: its step t uses the t-th ``random()``, whatever runs beside it.
+    """The random numbers of one row: its step t uses the t-th `random()`, whatever runs beside it.
 
     Args:
         seed: of the whole run, any integer.
@@ -136,8 +137,8 @@ def row_stream(seed: int, prompt: Sequence[int], occurrence: int, sample_index: 
         sample_index: which sample of this prompt.
 
     Returns:
-        A counter-based generator (Philox; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed by a
-        128-bit hash of all four.
+        A counter-based generator (Philox; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed
+        by a 128-bit hash of all four.
     """
     key = f"{seed},{occurrence},{sample_index};".encode() + np.asarray(prompt, dtype="<i8").tobytes()
     digest = hashlib.blake2b(key, digest_size=16).digest()
@@ -145,7 +146,7 @@ def row_stream(seed: int, prompt: Sequence[int], occurrence: int, sample_index: 
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raises UserError that names the setting if one is out of range; ``sample`` itself trusts its input."""
+    """Raises UserError that names the setting if one is out of range; `sample` itself trusts its input."""
     if not (_is_number(temperature) and temperature >= 0):
         raise UserError(f"temperature is {temperature!r}, but must be a finite number >= 0 (0 takes the best token)")
     if top_k is not None and not (isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 1):

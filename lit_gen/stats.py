@@ -4,16 +4,23 @@ Only tokens that the user keeps count, and bytes count once per step, not once p
 however many rows share it.
 """
 
+import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lit_gen.linear import weights
+from lit_gen.model import GPT, MoE
+
 
 @dataclass
 class Stats:
-    """Counters of one run; the caller measures seconds, after the device has finished (``torch.cuda.synchronize``).
+    """Counters of one run; the caller measures seconds, after the device has finished (`torch.cuda.synchronize`).
 
     Attributes:
         model: name of the checkpoint.
@@ -25,14 +32,14 @@ class Stats:
         time_to_first_token: seconds from the start of generation to the first token of any row; None before that.
         rows: finished rows.
         new_tokens: tokens kept by finished rows: no stop, nothing after it.
-        first_tokens: those of ``new_tokens`` that a prefill chose (one per row that keeps any).
+        first_tokens: those of `new_tokens` that a prefill chose (one per row that keeps any).
         steps: decode steps.
         decode_seconds: time in decode steps.
         live_rows: running rows, summed over the decode steps.
-        bytes_read: bytes that the decode steps had to read: per step the weights once (of an embedding table that is not also
-            the head only the rows looked up) and the cache columns up to each row's position.
+        bytes_read: bytes that the decode steps had to read: per step the weights once (of an embedding table that is
+            not also the head only the rows looked up) and the cache columns up to each row's position.
         cache_bytes: memory of the key/value cache.
-        peak_memory: bytes, as ``peak_memory`` gives it.
+        peak_memory: bytes, as `peak_memory` gives it.
     """
 
     model: str = ""
@@ -53,15 +60,22 @@ class Stats:
     peak_memory: int = 0
 
     def add_prefill(self, prompt_tokens: int, seconds: float) -> None:
-        """Counts a prefill of one or more rows."""
+        """Counts a prefill of one or more rows, which also chose their first tokens."""
+        if self.time_to_first_token is None:
+            self.time_to_first_token = seconds
         self.prompt_tokens += prompt_tokens
         self.prefill_seconds += seconds
 
-    def add_step(self, live_rows: int, bytes_read: int, seconds: float) -> None:
-        """Counts one decode step of ``live_rows`` running rows."""
+    def watch(self, model: GPT) -> None:
+        """Takes the measures of a model whose caches are set up: `add_step` counts what it reads."""
+        self.cache_bytes = max(self.cache_bytes, model.cache_bytes)
+        self.traffic = Traffic(model)
+
+    def add_step(self, live_rows: int, position: Sequence[int], seconds: float) -> None:
+        """Counts one decode step of `live_rows` running rows; `position`, (B,), is where all of its rows stand."""
         self.steps += 1
         self.live_rows += live_rows
-        self.bytes_read += bytes_read
+        self.bytes_read += self.traffic.step(position)
         self.decode_seconds += seconds
 
     def add_row(self, kept_tokens: int) -> None:
@@ -98,16 +112,15 @@ class Stats:
     def report(self) -> str:
         """A few lines for stderr."""
         first = "" if self.time_to_first_token is None else f", first token after {self.time_to_first_token:.2f} s"
-        return "\n".join(
-            [
-                f"{self.model} ({self.dtype}, {self.device}), loaded in {self.load_seconds:.2f} s",
-                f"prefill: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s, "
-                f"{self.prefill_tokens_per_second:.1f} tokens/s{first}",
-                f"decode: {self.decode_tokens_per_second:.1f} kept tokens/s, {self.steps} steps in {self.decode_seconds:.2f} s "
-                f"({self.steps_per_second:.2f}/s), {self.mean_occupancy:.1f} rows per step, {self.gigabytes_per_second:.1f} GB/s",
-                f"{self.rows} rows, {self.new_tokens} new tokens kept; "
-                f"cache {self.cache_bytes / 1e9:.2f} GB, peak memory {self.peak_memory / 1e9:.2f} GB",
-            ]
+        return (
+            f"{self.model} ({self.dtype}, {self.device}), loaded in {self.load_seconds:.2f} s\n"
+            f"prefill: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s, "
+            f"{self.prefill_tokens_per_second:.1f} tokens/s{first}\n"
+            f"decode: {self.decode_tokens_per_second:.1f} kept tokens/s, {self.steps} steps in "
+            f"{self.decode_seconds:.2f} s ({self.steps_per_second:.2f}/s), {self.mean_occupancy:.1f} rows per step, "
+            f"{self.gigabytes_per_second:.1f} GB/s\n"
+            f"{self.rows} rows, {self.new_tokens} new tokens kept; "
+            f"cache {self.cache_bytes / 1e9:.2f} GB, peak memory {self.peak_memory / 1e9:.2f} GB"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -115,9 +128,46 @@ class Stats:
         rates = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
         return asdict(self) | {name: getattr(self, name) for name in rates}
 
+    def publish(self, device: torch.device, file: Path | None) -> None:
+        """Reports to stderr, and to a JSON file if one is named."""
+        self.peak_memory = peak_memory(device)
+        print(self.report(), file=sys.stderr)
+        if file is not None:
+            file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+
+class Traffic:
+    """How many bytes a decode step of a model has to read; the model's caches must be set up.
+
+    The weights count once, whatever the number of rows: of an embedding that is not also the head only the rows looked
+    up, and of a mixture of experts no more experts than all rows together can choose.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        config = model.config
+        self.weights = sum(weight.nbytes for weight in weights(model))
+        if not config.tie_embeddings:
+            self.weights -= model.wte.weight.nbytes
+        self.expert = sum(m.fc[0].nbytes + m.proj[0].nbytes for m in model.modules() if isinstance(m, MoE))  # one each
+        self.n_expert, self.n_chosen = config.n_expert, config.n_expert_per_token
+        caches = [block.attn.kv_cache for block in model.h]
+        sizes = [2 * c.k.size(1) * c.k.size(3) * c.k.element_size() for c in caches if c is not None]
+        windows = [None if kind == "full" else config.window for kind in config.layer_types]
+        self.columns = Counter(windows)  # window -> layers that have it
+        self.column_bytes = max(sizes)  # of one layer; they are alike
+
+    def step(self, position: Sequence[int]) -> int:
+        """Bytes of a step whose rows stand at these positions: weights, and the cache columns that each row sees."""
+        idle = max(0, self.n_expert - self.n_chosen * len(position)) * self.expert
+        seen = sum(
+            n_layer * sum(p + 1 if window is None else min(p + 1, window) for p in position)
+            for window, n_layer in self.columns.items()
+        )
+        return self.weights - idle + seen * self.column_bytes
+
 
 def _rate(amount: float, per: float) -> float:
-    """``amount / per``; 0 where nothing was measured."""
+    """`amount / per`; 0 where nothing was measured."""
     return amount / per if per > 0 else 0.0
 
 

@@ -1,7 +1,9 @@
-"""When a row ends: stop tokens, stop sequences, stop strings, its length; and which of its text may be shown already."""
+"""When a row ends: stop tokens, sequences and strings, or its length; and which of its text may be shown already."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
+
+import numpy as np
 
 from lit_gen.tokenizer_backends import TextStream
 from lit_gen.utils import UserError
@@ -12,14 +14,15 @@ FinishReason = Literal["stop", "length", "nan"]
 class Row:
     """One prompt on its way. Takes its tokens one by one and says when it is finished.
 
-    The stop that is complete first ends the row; of those that are complete at the same place the longest. So neither the
-    borders of tokens nor the batch change where a text ends. Nothing of a stop is in ``tokens`` or ``text``, nor was it ever
+    The stop that is complete first ends the row; of those that are complete at the same place the longest. So the
+    borders of tokens do not change where a text ends. Nothing of a stop is in `tokens` or `text`, nor was it ever
     shown: tokens that may begin a stop sequence, and text that may begin a stop string, wait until that is decided.
 
         stop string "ta ga"       push("be")    push("ta")   push(" ga")
         shown by push             "be"          ""           ""            finish_reason "stop", text "be"
 
-    Only new tokens count: a stop in the prompt ends nothing. Text is searched after the tokens that wait for a stop sequence.
+    Only new tokens count: a stop in the prompt ends nothing. A stop string in tokens that wait for a stop sequence
+    counts once they are known not to be one.
 
     Attributes:
         index: place of the prompt in the input.
@@ -38,6 +41,10 @@ class Row:
         stop_sequences: Sequence[Sequence[int]] = (),
         stop_strings: Sequence[str] = (),
         stream: TextStream | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        random: np.random.Generator | None = None,
     ) -> None:
         assert all(stop_sequences) and all(stop_strings), "an empty stop would end every row"
         assert stream is not None or not stop_strings, "stop strings need the text"
@@ -48,11 +55,22 @@ class Row:
         self.stop_sequences = [list(stop) for stop in stop_sequences]
         self.stop_strings = stop_strings
         self.stream = stream
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.random = random
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = "length" if max_new_tokens == 0 else None
         self._decoded = 0  # so many tokens went into the stream
         self._shown: list[str] = []
         self._held = ""  # the end of the text that may begin a stop string
+
+    @property
+    def columns(self) -> int:
+        """Cache columns that the row may need: its last token is never fed back."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    def uniform(self) -> float:
+        """The row's next random number, in [0, 1); it draws none when it is finished or has no generator."""
+        return 0.0 if self.random is None or self.finish_reason is not None else self.random.random()
 
     @property
     def text(self) -> str:
@@ -88,8 +106,8 @@ class Row:
         if start is not None:
             self._held, reason = self._held[:start], "stop"
             text = self.text
-            while not text.startswith(stream.backend.decode(self.tokens)):  # also drops one that ends in half a character
-                self.tokens.pop()
+            while not text.startswith(stream.backend.decode(self.tokens)):
+                self.tokens.pop()  # also one whose last byte is a part of the stop's first character
         self.finish_reason = reason
         free = len(self._held) - (0 if reason else _overlap(self._held, self.stop_strings))
         shown, self._held = self._held[:free], self._held[free:]
@@ -98,13 +116,13 @@ class Row:
 
 
 def _find(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop begins that is complete first in ``text``; of those that end there the longest."""
+    """Where the stop begins that is complete first in `text`; of those that end there the longest."""
     found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def _overlap(text: Sequence, stops: Sequence[Sequence]) -> int:
-    """Length of the longest end of ``text`` that a stop begins with. For text and for tokens."""
+    """Length of the longest end of `text` that a stop begins with. For text and for tokens."""
     longest = min(len(text), max(map(len, stops), default=1) - 1)
     for n in range(longest, 0, -1):
         tail = text[len(text) - n :]
@@ -113,8 +131,8 @@ def _overlap(text: Sequence, stops: Sequence[Sequence]) -> int:
     return 0
 
 
-def check_stops(stop_strings: Sequence[str]) -> None:
-    """Raises UserError for an empty stop string, which would end every row at once."""
-    for i, stop in enumerate(stop_strings):
-        if not stop:
-            raise UserError(f"stop string {i} is empty: leave it out")
+def check_stops(stops: Sequence[str | Sequence[int]]) -> None:
+    """Raises UserError for an empty stop, which would end every row at once."""
+    for i, stop in enumerate(stops):
+        if len(stop) == 0:
+            raise UserError(f"stop {i} is empty: leave it out")

@@ -14,9 +14,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import AddedToken
 
-# Decoders that only append when a token comes after a whole character. What others give is known at the end only:
-# WordPiece, for example, glues punctuation to the word before it.
-GROWING_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+# Decoders that only append when a token comes after a whole character; what another one gives is shown at the end.
+GROWING_DECODERS = {"none", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # protobuf, merged into a model: normalizer_spec (3) { add_dummy_prefix (3): 0 }
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 

@@ -1,5 +1,6 @@
 """The files around a tokenizer: which of them is read, and what they say about special tokens and stops."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -146,3 +147,15 @@ def read_object(file: Path) -> Settings:
     if not isinstance(value, dict):
         raise UserError(f"{file} does not hold a JSON object; download it again")
     return value
+
+
+def unpack_gguf_tokenizer(path: Path, folder: Path) -> None:
+    """Writes the tokenizer of a .gguf file as the files that a Hugging Face folder has."""
+    backend, config, generation, _ = load_gguf_tokenizer(path)
+    if isinstance(backend, HuggingFace):
+        backend.lib.save(str(folder / "tokenizer.json"))
+    else:
+        (folder / "tokenizer.model").write_bytes(backend.lib.serialized_model_proto())
+        config["legacy"] = True
+    for name, settings in (("tokenizer_config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -280,6 +280,14 @@ def test_space_before_the_first_word_is_the_files_choice(tmp_path: Path, spm_fie
     assert tokenizer.decode(tokenizer.encode(" llama")) == " llama"
 
 
+def test_what_no_piece_covers_is_unknown_without_bytes(tmp_path: Path) -> None:
+    fields = {"ggml.model": "llama", "ggml.tokens": ["<unk>", "<s>", "</s>", "a", "▁", "▁a"], "ggml.bos_token_id": 1}
+    fields |= {"ggml.scores": [0.0, 0.0, 0.0, -2.0, -3.0, -1.0], "ggml.token_type": [CONTROL] * 3 + [1] * 3}
+    tokenizer = Tokenizer(write(tmp_path / "x.gguf", fields))
+    assert tokenizer.encode("a世a").tolist() == [1, 5, 0, 3]
+    assert tokenizer.decode([1, 5, 0, 3]) == "a \u2047 a"
+
+
 # Damage --------------------------------------------------------------------------------------------------------------
 
 DAMAGE = [  # fields, what the message names

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -9,16 +10,23 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from lit_gen.stopping import Row, check_stops
+from lit_gen.tokenizer import Tokenizer
 from lit_gen.tokenizer_backends import HuggingFace, byte_level_alphabet
 from lit_gen.utils import UserError
 
 WORDS = ["be", "ta", " ga", "mma", "Paris", "DEF", "G", "HI", "J", "a", "b", "c", "d", "ab", "abc", "aa", "<end>", " x"]
-BYTES = [b" \xe2\x80", b"\x9c", b"\xe2", b"\x80\x9d"]  # a space and a part of U+201C, the rest of it; U+201D in two
+BYTES = [
+    b" \xe2\x80",
+    b"\x9c",
+    b"\xe2",
+    b"\x80\x9d",
+    b"\x80\x9dJ",
+]  # " \u201c" in two, "\u201d" in two, the same and a J
 SPECIAL = "<|quiet|>"
 
 
 def make_backend() -> HuggingFace:
-    """A byte-level tokenizer whose tokens are exactly WORDS, BYTES and SPECIAL."""
+    """A byte-level tokenizer whose tokens are WORDS, BYTES and SPECIAL."""
     characters = {byte: char for char, byte in byte_level_alphabet().items()}
     pieces = [word.encode() for word in WORDS] + BYTES
     vocab = {"".join(characters[byte] for byte in piece): i for i, piece in enumerate(pieces)}
@@ -29,7 +37,7 @@ def make_backend() -> HuggingFace:
 
 
 BACKEND = make_backend()
-LEFT, LEFT_END, RIGHT, RIGHT_END, QUIET = range(len(WORDS), len(WORDS) + 5)
+LEFT, LEFT_END, RIGHT, RIGHT_END, RIGHT_END_J, QUIET = range(len(WORDS), len(WORDS) + 6)
 
 
 def ids(*words: str) -> list[int]:
@@ -115,7 +123,10 @@ def test_longest_of_sequences_that_end_together():
     assert (row.tokens, row.text) == (ids("c"), "c")
 
 
-@given(st.lists(st.sampled_from(ids("a", "b", "c")), max_size=12), st.lists(st.sampled_from(ids("a", "b")), min_size=1, max_size=4))
+@given(
+    st.lists(st.sampled_from(ids("a", "b", "c")), max_size=12),
+    st.lists(st.sampled_from(ids("a", "b")), min_size=1, max_size=4),
+)
 @settings(max_examples=300, deadline=None)
 def test_stop_sequence_equals_search_in_the_whole_row(tokens, stop):
     row, shown = run(tokens, stop_sequences=[stop])
@@ -130,6 +141,39 @@ def test_stop_sequence_equals_search_in_the_whole_row(tokens, stop):
 def test_stop_string_across_token_borders():
     row, shown = run(ids("be", "ta", " ga", "mma"), stop_strings=["ta ga"])
     assert (row.text, row.tokens, row.finish_reason, shown) == ("be", ids("be"), "stop", ["be", "", ""])
+
+
+def test_stop_string_with_a_decoder_that_adds_spaces():
+    """Tokens that decode without their space when nothing stands before them (SentencePiece's way)."""
+    words = ["\u2581be", "ta", "\u2581ga", "mma", "<0xE2>", "<0x80>", "<0x9C>"]
+    lib = tokenizers.Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True)
+    )
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    lib.decoder = decoders.Sequence(steps)
+    backend = HuggingFace(lib)
+    for tokens, stop, text, kept in (
+        ([0, 1, 2, 3], "ta ga", "be", 1),
+        ([0, 0, 2, 3], " ga", "be be", 2),
+        ([0, 2, 2], " ga ga", "be", 1),
+        ([0, 1, 4, 5, 6, 3], "\u201c", "beta", 2),  # bytes become text when something else follows
+    ):
+        row = Row(0, [], 9, stop_strings=[stop], stream=backend.stream())
+        shown = "".join(row.push(token) for token in tokens if row.finish_reason is None)
+        assert (row.text, shown, row.tokens, row.finish_reason) == (text, text, tokens[:kept], "stop")
+
+
+def test_stop_strings_with_the_default_models_tokenizer(shared):
+    tokenizer = Tokenizer(shared / "data/tokenizers/smollm2")
+    for tokens, stop, text, kept in (
+        ([17565, 16439], "ta ga", "be", 0),
+        ([38634], "Pari", "", 0),
+        ([17565], "a", "bet", 0),
+    ):
+        row = Row(0, [], 9, stop_strings=[stop], stream=tokenizer.stream())
+        shown = "".join(row.push(token) for token in tokens if row.finish_reason is None)
+        assert (row.text, shown, row.tokens, row.finish_reason) == (text, text, tokens[:kept], "stop")
+    assert tokenizer.decode([17565, 16439]) == "beta gamma" and tokenizer.decode([38634]) == "Paris"
 
 
 def test_stop_string_inside_a_token():
@@ -162,6 +206,7 @@ def test_stop_that_is_complete_first_wins():
     assert run(ids("abc", "d"), stop_strings=["abcd", "bc"])[0].text == "a"
     assert run(ids("abc"), stop_strings=["c", "bc", "abcd"])[0].text == "a"  # two end together: the longest
     assert run(ids("ab", "aa"), stop_strings=["a", "ab"])[0].text == ""
+    assert run(ids("Paris"), stop_strings=["Pari", "a"])[0].text == "P"
 
 
 def brute_force(text: str, stops: list[str]) -> tuple[str, bool]:
@@ -207,6 +252,8 @@ def test_tokens_before_a_stop_string_end_in_whole_characters():
     assert "".join(shown) == "be "
     row, _ = run([*ids("be"), RIGHT, RIGHT_END], stop_strings=["\u201d"])
     assert (row.text, row.tokens) == ("be", ids("be"))
+    row, _ = run([*ids("be"), RIGHT, RIGHT_END_J], stop_strings=["J"])
+    assert (row.text, row.tokens) == ("be\u201d", ids("be"))  # the text stays, half a character is no token to keep
 
 
 def test_token_without_text_before_a_stop_string_is_kept():
@@ -238,7 +285,7 @@ def test_sequences_and_strings_together():
 
 
 def test_what_waits_is_bounded_by_the_stops():
-    """So the work per token does not grow with the row: each token is decoded once, a short end of the text searched."""
+    """So the work per token does not grow with the row: each is decoded once, and a short end of the text searched."""
     row = Row(0, [], 3000, stop_strings=["abab!"], stop_sequences=[ids("a", "b", "a", "c")], stream=BACKEND.stream())
     pushed = []
     push, row.stream.push = row.stream.push, lambda token: pushed.append(token) or push(token)
@@ -249,10 +296,26 @@ def test_what_waits_is_bounded_by_the_stops():
     assert pushed == row.tokens and shown == len(row.text) == 3000
 
 
-def test_empty_stop_string_is_refused():
-    with pytest.raises(UserError, match="stop string 1 is empty"):
+def test_random_numbers_are_drawn_while_the_row_runs():
+    row = Row(0, [], 2, stop_ids={9}, random=np.random.default_rng(0))
+    first, second = np.random.default_rng(0).random(2)
+    assert row.uniform() == first
+    row.push(1)
+    assert row.uniform() == second
+    row.push(9)
+    assert row.uniform() == 0.0 and Row(0, [], 2).uniform() == 0.0
+
+
+def test_columns_do_not_count_the_last_token():
+    assert Row(0, [1, 2, 3], 5).columns == 7 and Row(0, [1], 1).columns == 1
+
+
+def test_empty_stop_is_refused():
+    with pytest.raises(UserError, match="stop 1 is empty"):
         check_stops(["a", ""])
-    check_stops(["a"])
+    with pytest.raises(UserError, match="stop 2 is empty"):
+        check_stops(["a", [1], []])
+    check_stops(["a", [1, 2]])
     with pytest.raises(AssertionError, match="would end every row"):
         Row(0, [], 5, stop_strings=[""], stream=BACKEND.stream())
     with pytest.raises(AssertionError, match="need the text"):

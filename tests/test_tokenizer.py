@@ -26,7 +26,7 @@ CORPUS = [
     "def add(a, b):\n    return a + b\n\nprint(add(1, 2))  # a comment with  two spaces",
 ] * 8
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]  # ids 0 to 3
-KINDS = ["byte_level", "byte_fallback", "unigram", "word_piece", "sentencepiece", "sentencepiece_unigram"]
+KINDS = ["byte_level", "byte_fallback", "unigram", "word_piece", "words", "sentencepiece", "sentencepiece_unigram"]
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -71,6 +71,14 @@ def word_piece() -> tokenizers.Tokenizer:
     return lib
 
 
+def words() -> tokenizers.Tokenizer:
+    """No decoder: tokens are joined with spaces."""
+    lib = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
+    lib.pre_tokenizer = pre_tokenizers.Whitespace()
+    lib.train_from_iterator(CORPUS, trainers.WordLevelTrainer(vocab_size=100, special_tokens=SPECIAL))
+    return lib
+
+
 def sentencepiece_model(model_type: str, **options: object) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -101,7 +109,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     for kind in KINDS:
         (root / kind).mkdir()
-    for train in (byte_level, byte_fallback, unigram, word_piece):
+    for train in (byte_level, byte_fallback, unigram, word_piece, words):
         train().save(str(root / train.__name__ / "tokenizer.json"))
     (root / "sentencepiece" / "tokenizer.model").write_bytes(llama_like())
     squeezed = sentencepiece_model("unigram", hard_vocab_limit=False, control_symbols=["<|im_end|>"])
@@ -491,6 +499,21 @@ def test_pieces_add_up_to_decode_for_any_text(trained, kind: str, text: str) -> 
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize(
+    ("decoder", "words", "text"),
+    [
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), ["xa", "by"], "xcy"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), ["a ", "b "], "a b"),
+    ],
+)
+def test_what_a_later_token_rewrites_is_held_back(tmp_path: Path, decoder, words: list[str], text: str) -> None:
+    lib = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    lib.decoder = decoder
+    lib.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, ids = Tokenizer(tmp_path), list(range(len(words)))
+    assert tokenizer.decode(ids) == text == "".join(pieces(tokenizer, ids))
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "sentencepiece"])
 def test_rows_stream_side_by_side_with_their_spaces(trained, kind: str) -> None:
     tokenizer = trained[kind]
@@ -515,7 +538,7 @@ def test_text_appears_as_soon_as_it_is_final(trained) -> None:
     assert all(piece for piece in pieces(trained["sentencepiece"], words)[1:-1])
 
 
-@pytest.mark.parametrize("kind", ["byte_fallback", "unigram", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["byte_fallback", "unigram", "word_piece", "words", "sentencepiece"])
 def test_cost_of_a_token_does_not_grow_with_the_row(trained, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, decoded = trained[kind], []
     decode = tokenizer.backend.decode
