@@ -51,15 +51,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
     | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     "phi": {"hidden_act": "gelu_new"},
     "gpt_neox": {"hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
-    "falcon": {"activation": "gelu", "multi_query": True, "parallel_attn": True, "max_position_embeddings": 2048},
+    "falcon": {"activation": "gelu", "multi_query": True, "parallel_attn": True},
     "olmo3": {"sliding_window": 4096, "rope_theta": 5e5},
     "smollm3": {"rope_theta": 2e6, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "num_key_value_heads": 2},
 }
+CONTEXT = {
+    "mistral": 131072,
+    "ministral": 131072,
+    "mixtral": 131072,
+    "qwen2": 32768,
+    "qwen3": 32768,
+    "qwen3_moe": 32768,
+}
+CONTEXT |= {"gemma": 8192, "gemma2": 8192, "gemma3_text": 131072, "phi3": 4096, "stablelm": 4096, "smollm3": 32768}
+CONTEXT |= {"starcoder2": 4096}  # max_position_embeddings; 2048 for the others
 NORM_EPS_1E5 = ("mixtral", "phi3", "olmo2", "olmo3")  # RMSNorm families whose default is not 1e-6
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "falcon", "smollm3", "starcoder2")
 ALWAYS_WINDOWED = ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
@@ -73,18 +83,19 @@ def config_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
     """The fields of `Config`, by name, from the dict of a config.json."""
     hf = _text_config(hf)
     model_type = hf["model_type"]
-    hf = DEFAULTS.get(model_type, {}) | {key: value for key, value in hf.items() if value is not None}
+    defaults = {"max_position_embeddings": CONTEXT.get(model_type, 2048)} | DEFAULTS.get(model_type, {})
+    hf = {key: value for key, value in (defaults | hf).items() if value is not None}  # null is not a default: it is off
     _refuse(hf)
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    if missing := [name for name in sizes if name not in hf]:
-        raise UserError(f"config.json of model_type {model_type!r} has no {missing[0]!r}")
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+        if not isinstance(hf.get(name), int) or hf[name] < 1:
+            raise UserError(f"config.json of model_type {model_type!r} has {name}={hf.get(name)!r}, not a size")
     n_head, n_embd = hf["num_attention_heads"], hf["hidden_size"]
     layer_norm = SWITCHES[model_type].get("norm") == "layer"
     default_eps = 1e-5 if layer_norm or model_type in NORM_EPS_1E5 else 1e-6
     eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     fields = {
         "model_type": model_type,
-        "block_size": hf.get("max_position_embeddings", 2048),
+        "block_size": hf["max_position_embeddings"],
         "vocab_size": hf["vocab_size"],
         "n_layer": hf["num_hidden_layers"],
         "n_embd": n_embd,
@@ -214,6 +225,8 @@ def _window_fields(model_type: str, hf: dict[str, Any], n_layer: int) -> dict[st
     if types is not None:
         if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
             raise UserError(f"layer_types has {unknown[0]!r}, which is not supported; supported: {list(LAYER_TYPES)}")
+        if len(types) != n_layer:
+            raise UserError(f"config.json lists {len(types)} layer_types for {n_layer} layers")
         types = [LAYER_TYPES[kind] for kind in types]
     elif model_type in WINDOW_PATTERN:
         n = hf.get("sliding_window_pattern", hf.get("_sliding_window_pattern", WINDOW_PATTERN[model_type]))

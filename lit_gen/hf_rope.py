@@ -47,7 +47,7 @@ def _rope(model_type: str, hf: dict[str, Any], values: dict[str, Any], head_size
         raise UserError(f"the rope_scaling of type {kind!r} in config.json has no {missing[0]!r}")
     partial = hf.get("partial_rotary_factor", hf.get("rotary_pct", PARTIAL.get(model_type, 1.0)))
     base = values.get("rope_theta", hf.get("rope_theta", hf.get("rotary_emb_base", 10000.0)))
-    context, original = hf.get("max_position_embeddings", 2048), None
+    context, original = hf["max_position_embeddings"], None
     if kind != "default":
         own = values.get("original_max_position_embeddings", context)
         original = hf.get("original_max_position_embeddings", own)

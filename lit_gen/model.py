@@ -89,7 +89,7 @@ class CausalSelfAttention(nn.Module):
             qk = torch.cat((q, k), dim=2)
         if self.rope >= 0:
             cos, sin = ropes[self.rope]  # (B or 1, T, 1, n_elem)
-            qk = apply_rope(qk, cos.to(qk.dtype), sin.to(qk.dtype))
+            qk = apply_rope(qk, cos, sin)
         q, k = qk.split((nh, ng), dim=2)
         if step is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, ng, T, hs)

@@ -98,10 +98,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The pairs are (i, i + n_elem / 2), and `sin` comes with its first half negated (`signed_sin`), which saves a pass.
     """
     n = cos.size(-1)
+    if n == x.size(-1):
+        return torch.addcmul(x * cos, x.roll(n // 2, -1), sin)
     head = x[..., :n]
-    swapped = torch.cat((head[..., n // 2 :], head[..., : n // 2]), dim=-1)
-    rotated = torch.addcmul(head * cos, swapped, sin)
-    return rotated if n == x.size(-1) else torch.cat((rotated, x[..., n:]), dim=-1)
+    return torch.cat((torch.addcmul(head * cos, head.roll(n // 2, -1), sin), x[..., n:]), dim=-1)
 
 
 def signed_sin(sin: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lit_gen.linear import weights
 from lit_gen.model import GPT, MoE
 
 
@@ -145,7 +144,7 @@ class Traffic:
 
     def __init__(self, model: GPT) -> None:
         config = model.config
-        self.weights = sum(weight.nbytes for weight in weights(model))
+        self.weights = sum(weight.nbytes for weight in model.parameters())
         if not config.tie_embeddings:
             self.weights -= model.wte.weight.nbytes
         self.expert = sum(m.fc[0].nbytes + m.proj[0].nbytes for m in model.modules() if isinstance(m, MoE))  # one each

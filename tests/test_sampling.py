@@ -192,8 +192,8 @@ def test_flat_rows_look_beyond_the_best_1024():
 def test_large_top_k_beside_a_top_p_that_needs_few():
     logits = torch.stack([torch.zeros(V), random_logits(1, torch.float32, spread=30.0)[0]])
     for u in (0.1, 0.9999):
-        tokens = sample(logits, [u] * 2, [1.0] * 2, [3000, None], [None, 0.5])
-        assert tokens.tolist() == [math.floor(u * 3000), logits[1].argmax().item()]
+        tokens = sample(logits, [u] * 2, [1.0] * 2, [3000, None], [0.5, 0.5])
+        assert tokens.tolist() == [math.floor(u * 1500), logits[1].argmax().item()]
 
 
 def test_rare_tokens_have_their_share():
