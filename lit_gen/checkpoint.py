@@ -4,28 +4,23 @@ Tensors are read a few rows at a time, straight into their place in our fused pa
 more memory than the model. Nothing is left random: a missing, surplus, truncated or misshapen tensor is an error.
 """
 
-import json
-import shutil
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lit_gen.config import Config
 from lit_gen.gguf import GGUFCheckpoint
-from lit_gen.hf_weights import Placement, canonical, export_tensors, placements, ungroup
+from lit_gen.hf_weights import Placement, canonical, placements, ungroup
 from lit_gen.model import GPT
 from lit_gen.shards import BinReader, Reader, SafetensorsReader
-from lit_gen.tokenizer_files import unpack_gguf_tokenizer
 from lit_gen.utils import UserError, read_json
 
 LIT_CONFIG, LIT_MODEL = "lit_config.json", "lit_model.safetensors"
-KEPT = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-KEPT += ("added_tokens.json", "vocab.json", "merges.txt")
-SHARD_BYTES = 2 * 2**30
-CHUNK_BYTES = 8 * 2**20  # read at a time
+CHUNK_BYTES = 2 * 2**20  # read at a time
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -90,14 +85,26 @@ def _open_hf(path: Path) -> Reader:
     return (SafetensorsReader if files[0].suffix == ".safetensors" else BinReader)(files)
 
 
-def _stored_dtype(reader: Reader, name: str) -> torch.dtype:
-    """The dtype to compute in when none is asked for: the file's own."""
-    if isinstance(reader, GGUFCheckpoint):
-        return torch.float32
-    dtype = reader.read(name, 0, 1).dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise UserError(f"{name} is stored as {dtype}: quantized weights are not supported; load a float checkpoint")
-    return dtype
+class _EmptyInit(TorchFunctionMode):
+    """Modules are made without initial values: every parameter is about to be read.
+
+    The meta device would serve as well, but on its first use PyTorch imports 80 MB of other modules.
+    """
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _empty_model(config: Config, dtype: torch.dtype, device: torch.device) -> GPT:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _EmptyInit(), device:
+            return GPT(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> GPT:
@@ -107,13 +114,8 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> G
     if lit and not (path / LIT_MODEL).is_file():
         raise UserError(f"{path} has a {LIT_CONFIG} but no {LIT_MODEL}; convert the checkpoint again")
     reader = SafetensorsReader([path / LIT_MODEL]) if lit else _open_hf(path)
-    with torch.device("meta"):
-        model = GPT(config)
+    model = _empty_model(config, dtype or _stored_dtype(reader), device)
     plan = _plan(model, reader, lit)
-    dtype = dtype or _stored_dtype(reader, next(name for name, place in plan if place.param == "wte.weight"))
-    model = model.to(dtype).to_empty(device=device)
-    if config.tie_embeddings:
-        model.lm_head.weight = model.wte.weight
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, place in plan:
@@ -121,6 +123,23 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> G
             _copy(reader, name, parameter[place.at] if place.at else parameter, config if place.grouped else None)
     _check_tied_head(model, reader, lit)
     return model.requires_grad_(False).eval()
+
+
+def _stored_dtype(reader: Reader) -> torch.dtype:
+    """The dtype to compute in when none is asked for: that of the file's largest tensor."""
+    if isinstance(reader, GGUFCheckpoint):
+        return torch.float32
+    largest = max(reader.shapes, key=lambda name: math.prod(reader.shapes[name]), default=None)
+    return torch.float32 if largest is None else _read(reader, largest, 0, 1).dtype
+
+
+def _read(reader: Reader, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    tensor = reader.read(name, start, stop)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise UserError(
+            f"{name} is stored as {tensor.dtype}, a quantized format that is not supported; load a float file"
+        )
+    return tensor
 
 
 def _plan(model: GPT, reader: Reader, lit: bool) -> list[tuple[str, Placement]]:
@@ -165,10 +184,10 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 def _copy(reader: Reader, name: str, target: Tensor, grouped: Config | None) -> None:
     if grouped is not None:
-        target.copy_(ungroup(reader.read(name), grouped))
+        target.copy_(ungroup(_read(reader, name), grouped))
         return
     for start, stop in _chunks(tuple(target.shape)):
-        target[start:stop].copy_(reader.read(name, start, stop))
+        target[start:stop].copy_(_read(reader, name, start, stop))
 
 
 def _check_tied_head(model: GPT, reader: Reader, lit: bool) -> None:
@@ -187,48 +206,3 @@ def _check_tied_head(model: GPT, reader: Reader, lit: bool) -> None:
             raise UserError(
                 f"{name} differs from the embedding although config.json ties them (tie_word_embeddings); correct one"
             )
-
-
-def save_lit(model: GPT, folder: Path, source: Path) -> None:
-    """Writes a lit folder; a tied head is not stored twice. Tokenizer and config files come along from `source`."""
-    copy_files(source, folder)
-    save_file({name: p.contiguous() for name, p in model.named_parameters()}, folder / LIT_MODEL)
-    model.config.to_json(folder / LIT_CONFIG)
-
-
-def save_hf(model: GPT, folder: Path, source: Path) -> None:
-    """Writes a Hugging Face folder in shards of SHARD_BYTES, with the config.json that `source` was made from."""
-    copy_files(source, folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{source} has no config.json to give the Hugging Face folder; put the original one there")
-    shard: dict[str, Tensor] = {}
-    shards = [shard]
-    for name, tensor in export_tensors(dict(model.named_parameters()), model.config):
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            shards.append(shard := {})
-        shard[name] = tensor
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        total = sum(t.nbytes for shard in shards for t in shard.values())
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    for name, shard in zip(names, shards, strict=True):
-        # views of one fused parameter share memory, which the format refuses: a copy of one shard at a time
-        save_file({key: t.clone() for key, t in shard.items()}, folder / name, metadata={"format": "pt"})
-
-
-def copy_files(source: Path, folder: Path) -> None:
-    """Copies what is no weight: configs, tokenizer, chat template. A .gguf file is unpacked into its config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        if folder.resolve() == source.resolve():
-            raise UserError(f"{folder} is the folder to convert; give another one")
-        for file in source.iterdir():
-            if file.name in KEPT or file.suffix in (".jinja", ".model"):
-                shutil.copy(file, folder)
-    if not (source / "config.json").is_file() and (gguf := gguf_file(source)):
-        (folder / "config.json").write_text(json.dumps(GGUFCheckpoint(gguf).config, indent=2) + "\n")
-        unpack_gguf_tokenizer(gguf, folder)

@@ -73,8 +73,8 @@ class Cursor:
         return [self.string() for _ in range(count)]
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Returns the metadata and the memory-mapped tensors of a file, every size checked against the file's own."""
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], mmap.mmap]:
+    """Returns the metadata, the memory-mapped tensors and the map of a file, every size checked against the file's."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -102,7 +102,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     if not (isinstance(alignment, int) and alignment >= 8 and alignment & (alignment - 1) == 0):
         raise UserError(f"damaged: general.alignment is {alignment!r}, not a power of two from 8 on")
     base = -(-cursor.pos // alignment) * alignment
-    return metadata, map_tensors(np.frombuffer(data, np.uint8), base, heads, alignment)
+    return metadata, map_tensors(np.frombuffer(data, np.uint8), base, heads, alignment), data
 
 
 def map_tensors(data: np.ndarray, base: int, heads: dict, alignment: int) -> dict[str, StoredTensor]:
@@ -155,7 +155,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
-            self.metadata, stored = read_gguf(self.path)
+            self.metadata, stored, self._map = read_gguf(self.path)
             self.config = hf_config(self.metadata, {name: tensor.shape for name, tensor in stored.items()})
             if self.config["model_type"] in ("llama", "mixtral") and "rope_freqs.weight" in stored:
                 add_rope_factors(self.config, stored.pop("rope_freqs.weight"))
@@ -176,6 +176,8 @@ class GGUFCheckpoint:
             index = index.reshape(source.heads, -1, 2).swapaxes(1, 2).reshape(-1)
         rows = source.stored.rows[source.first + index[start:stop]]  # a copy, of the quantised bytes
         assert len(rows), f"no rows of {name} in [{start}, {stop})"
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # pages that were read would count as this process's memory
         values = gguf.quants.dequantize(rows, source.stored.type).reshape(-1, *source.shape[1:])
         if name.endswith("norm.weight") and self.config["model_type"] in ("gemma2", "gemma3_text"):
             values -= 1  # stored as 1 + w

@@ -6,7 +6,6 @@ twice. A model on a GPU is left alone.
 
 import mmap
 import sys
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -84,23 +83,21 @@ def pack_linears(model: GPT) -> GPT:
         return model
     if dtype == torch.float32:
         memory = HugePages(sum(_aligned(p.nbytes) for p in model.parameters()))
-        for _, _, linear in linears(model.h):
+        for parent, name in linears(model.h):
+            linear = getattr(parent, name)
             linear.weight.data = memory.copy(linear.weight.t()).t()
-        for weight in {model.wte.weight, model.lm_head.weight}:  # one, if they are tied
-            weight.data = memory.copy(weight)
         return model
     native = multiplies(dtype)
     if not native:
         print(f"this CPU has no {dtype} arithmetic: weights are kept in float32, at twice the memory", file=sys.stderr)
         memory = HugePages(sum(2 * _aligned(p.nbytes) for p in model.parameters()))
-    for parent, name, linear in list(linears(model)):
+    for parent, name in linears(model):  # one by one: the old weight goes before the next is copied
+        linear = getattr(parent, name)
         setattr(parent, name, PackedLinear(linear) if native else Float32Linear(linear, memory))
     return model
 
 
-def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Every linear layer, with the module that holds it and its name there."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                yield parent, name, child
+def linears(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the linear layers are: the module that holds each, and its name there."""
+    children = ((parent, *child) for parent in model.modules() for child in parent.named_children())
+    return [(parent, name) for parent, name, child in children if isinstance(child, nn.Linear)]

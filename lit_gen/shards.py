@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_gen.utils import UserError
 
-MAPPED_BYTES = 64 * 2**20  # a file is mapped anew after so many bytes: mapped pages count as this process's memory
+MAPPED_BYTES = 16 * 2**20  # a file is mapped anew after so many bytes: mapped pages count as this process's memory
 
 
 class Reader(Protocol):

@@ -28,8 +28,9 @@ import torch
 from tqdm import tqdm
 
 from generate.base import generate
-from lit_gen.checkpoint import load_model, save_hf
+from lit_gen.checkpoint import load_model
 from lit_gen.download import fetch_default_model
+from lit_gen.export import save_hf
 from lit_gen.linear import pack_linears
 from lit_gen.stats import Stats
 from lit_gen.utils import UserError, run_cli

@@ -11,7 +11,8 @@ if __name__ == "__main__":  # from a bare clone, and from any folder
 
 import torch
 
-from lit_gen.checkpoint import load_model, save_hf
+from lit_gen.checkpoint import load_model
+from lit_gen.export import save_hf
 from lit_gen.utils import run_cli
 
 

@@ -1,4 +1,4 @@
-"""Limits of check_job (O25, O32), ready for tests/test_batch.py."""
+"""The limits of a job, and the rows that come of it."""
 
 import pytest
 from conftest import llama_config

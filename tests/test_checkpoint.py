@@ -15,7 +15,8 @@ from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lit_gen.checkpoint import load_config, load_model, save_hf, save_lit
+from lit_gen.checkpoint import load_config, load_model
+from lit_gen.export import save_hf, save_lit
 from lit_gen.model import GPT
 from lit_gen.utils import UserError
 
@@ -67,7 +68,7 @@ def test_shards_and_single_files_and_bin_files_load_the_same(family: Make, tmp_p
 
 def test_export_in_shards_loads_in_transformers(family: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf, model, folder = family("llama")
-    monkeypatch.setattr("lit_gen.checkpoint.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("lit_gen.export.SHARD_BYTES", 100_000)
     save_hf(model, tmp_path, folder)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
     back = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -242,7 +243,7 @@ def test_tensors_must_match_exactly(family: Make, tmp_path: Path) -> None:
     folder = family("llama").folder
     up = "model.layers.3.mlp.up_proj.weight"
     for name, change, pattern in (
-        ("missing", lambda _, t: t.pop(up), rf"lacks layers\.3\.mlp\.up_proj\.weight"),
+        ("missing", lambda _, t: t.pop(up), r"lacks layers\.3\.mlp\.up_proj\.weight"),
         ("surplus", lambda _, t: t.update({"model.layers.4.extra": torch.ones(1)}), r"has model\.layers\.4\.extra"),
         (
             "shape",
@@ -252,7 +253,7 @@ def test_tensors_must_match_exactly(family: Make, tmp_path: Path) -> None:
         (
             "integers",
             lambda _, t: t.update({"model.embed_tokens.weight": torch.ones(128, 64).char()}),
-            "quantized weights",
+            "quantized format",
         ),
         ("vocabulary", lambda c, _: c.update(vocab_size=130), r"embed_tokens\.weight has shape \(128, 64\)"),
     ):

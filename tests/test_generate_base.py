@@ -14,8 +14,8 @@ from torch import Tensor
 
 from generate import base
 from generate.base import generate
-from lit_gen.checkpoint import save_lit
 from lit_gen.config import Config
+from lit_gen.export import save_lit
 from lit_gen.model import GPT
 from lit_gen.stats import Stats
 from lit_gen.tokenizer import Tokenizer

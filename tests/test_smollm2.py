@@ -1,4 +1,4 @@
-"""The real model: 280 prompts in batches against each alone. Up to an hour and more: pytest -m long -s tests/test_smollm2.py
+"""The real model: 280 prompts in batches against each alone. An hour and more: pytest -m long -s tests/test_smollm2.py
 
 LIT_GEN_ROWS=40 takes so many of the prompts only.
 """
@@ -18,9 +18,9 @@ from lit_gen.model import GPT
 from lit_gen.tokenizer import Tokenizer
 
 NEW = 64
-CASES = [(None, 25, True), ("left", 25, False), ("right", 25, False), ("left", 64, True), ("right", 64, True)]
-CASES += [(None, 64, False), ("left", 8, False), ("right", 8, True), (None, 8, True), ("left", 2, True)]
-CASES += [("right", 2, False), (None, 2, False)]  # padding side, batch size, shuffled
+CASES = [(None, 25, True), ("left", 25, False), ("right", 64, True), ("left", 8, True), ("right", 8, False)]
+CASES += [("left", 64, False), ("right", 25, True), (None, 64, False), ("left", 2, True), ("right", 2, False)]
+CASES += [(None, 8, True), (None, 2, False)]  # padding side, batch size, shuffled
 
 
 def read_prompts(shared: Path, tokenizer: Tokenizer) -> list[list[int]]:
@@ -46,7 +46,7 @@ def gap(model: GPT, prompt: list[int], alone: list[int], other: list[int]) -> fl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_no_row_differs_from_the_row_alone(shared: Path, dtype: torch.dtype) -> None:
     """float32 is exact on either side, in every batch; of bfloat16 the report says how many rows differ, and where."""

@@ -1,0 +1,73 @@
+"""Packed linear layers: the same results, for every kind of processor, in every dtype."""
+
+import copy
+
+import pytest
+import torch
+from conftest import llama_config, neox_config, randomized
+from torch import nn
+
+from generate.base import generate
+from lit_gen.linear import Float32Linear, HugePages, PackedLinear, linears, multiplies, pack_linears
+from lit_gen.model import GPT
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}  # of the largest value: one rounding
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [llama_config(), neox_config(), llama_config(tie_embeddings=True)])
+def test_a_packed_model_gives_the_same_logits(config, dtype: torch.dtype) -> None:
+    model = randomized(config).to(dtype)
+    idx = torch.arange(24).view(2, 12) * 17 % 512
+    expected = model(idx)
+    packed = pack_linears(model)(idx)
+    assert packed.dtype == dtype and (packed - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_both_16_bit_layers_equal_the_plain_one_to_the_last_rounding(bias: bool, rows: int) -> None:
+    torch.manual_seed(rows)
+    linear = nn.Linear(96, 80, bias=bias).bfloat16().requires_grad_(False)
+    x = torch.randn(2, rows, 96).bfloat16()
+    exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0.0)
+    for packed in (Float32Linear(linear, HugePages(2**20)), PackedLinear(linear)):
+        y = packed(x)
+        assert y.shape == (2, rows, 80) and y.dtype == torch.bfloat16
+        assert (y.double() - exact).abs().max() <= exact.abs().max() / 128  # half a unit of bfloat16's last place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_packed_model_are_the_rows_alone_in_float32_and_run_in_all(dtype: torch.dtype) -> None:
+    model = pack_linears(randomized(llama_config()).to(dtype))
+    prompts = [[1, 2, 3], [4], list(range(40, 90)), [7] * 9]
+    batch = [row.tokens for row in sorted(generate(model, prompts, max_new_tokens=8), key=lambda row: row.index)]
+    alone = [next(generate(model, [prompt], max_new_tokens=8)).tokens for prompt in prompts]
+    assert all(len(row) == 8 for row in batch)
+    assert batch == alone or dtype != torch.float32
+
+
+def test_weights_are_not_kept_twice_and_ties_stay() -> None:
+    model = randomized(llama_config(tie_embeddings=True))
+    names = {name: p.shape for name, p in model.named_parameters()}
+    packed = pack_linears(model)
+    assert packed is model and {name: p.shape for name, p in packed.named_parameters()} == names
+    assert model.lm_head.weight is model.wte.weight
+    restored = GPT(model.config)
+    restored.load_state_dict(model.state_dict())  # a packed model can still be saved
+    assert torch.equal(restored.h[0].mlp.fc.weight, model.h[0].mlp.fc.weight)
+
+
+def test_every_linear_layer_is_found_also_beside_experts() -> None:
+    config = llama_config(n_expert=4, n_expert_per_token=2, moe_intermediate_size=32, moe_layers=[True, False])
+    model = randomized(config)
+    found = {id(getattr(parent, name)) for parent, name in linears(model)}
+    assert found == {id(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    idx = torch.arange(12)[None]
+    expected = copy.deepcopy(model)(idx)
+    assert (pack_linears(model)(idx) - expected).abs().max() <= 1e-4
+
+
+def test_float32_is_multiplied_everywhere() -> None:
+    assert multiplies(torch.float32) and isinstance(multiplies(torch.bfloat16), bool)
