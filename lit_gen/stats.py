@@ -151,17 +151,20 @@ class Traffic:
         self.n_expert, self.n_chosen = config.n_expert, config.n_expert_per_token
         caches = [block.attn.kv_cache for block in model.h]
         sizes = [2 * c.k.size(1) * c.k.size(3) * c.k.element_size() for c in caches if c is not None]
-        windows = [None if kind == "full" else config.window for kind in config.layer_types]
-        self.columns = Counter(windows)  # window -> layers that have it
+        self.layers, self.window = Counter(config.layer_types), config.window  # kind -> layers of it
         self.column_bytes = max(sizes)  # of one layer; they are alike
 
     def step(self, position: Sequence[int]) -> int:
         """Bytes of a step whose rows stand at these positions: weights, and the cache columns that each row sees."""
         idle = max(0, self.n_expert - self.n_chosen * len(position)) * self.expert
-        seen = sum(
-            n_layer * sum(p + 1 if window is None else min(p + 1, window) for p in position)
-            for window, n_layer in self.columns.items()
-        )
+        seen = 0
+        for kind, n_layer in self.layers.items():
+            if kind == "full":
+                seen += n_layer * sum(p + 1 for p in position)
+            elif kind == "sliding":
+                seen += n_layer * sum(min(p + 1, self.window) for p in position)
+            else:
+                seen += n_layer * sum(p % self.window + 1 for p in position)
         return self.weights - idle + seen * self.column_bytes
 
 

@@ -108,7 +108,7 @@ def compare(engines: dict[str, Engine], tasks: list[dict], repeats: int, vocab_s
         }
 
 
-def limits() -> dict:
+def measure_limits() -> dict:
     """What this machine can do: read bandwidth in GB/s, matrix products in GFLOP/s."""
     a = torch.ones(2**27)  # 512 MB, far beyond the caches
     found = {"read_gb_per_s": a.nbytes / _best(lambda: a.sum()) / 1e9}
@@ -138,7 +138,7 @@ def main(
     prefill: list[int] = [512, 2048],  # noqa: B006
     repeats: int = 5,
     threads: int | None = None,
-    limits_only: bool = False,
+    limits: bool = False,
     out: Path | None = None,
 ) -> None:
     """Measures generation against transformers' generate on this CPU and prints a JSON line for each task.
@@ -152,16 +152,16 @@ def main(
         prefill: Prompt lengths of the prefill tasks, one row each.
         repeats: Measured runs of each, in turn, after a warm-up.
         threads: PyTorch's threads; by default one for each core.
-        limits_only: Print what the machine can do, and end.
+        limits: Only print what the machine can do.
         out: File to append the lines to.
     """
     if repeats < 1 or new < 2 or prompt < 1:
         raise UserError("benchmark needs --repeats >= 1, --new >= 2 and --prompt >= 1")
     torch.set_num_threads(threads or torch.get_num_threads())
     settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": platform.processor()}
-    settings |= {"capability": torch.backends.cpu.get_cpu_capability(), "limits": limits(), "repeats": repeats}
+    settings |= {"capability": torch.backends.cpu.get_cpu_capability(), "limits": measure_limits(), "repeats": repeats}
     _emit(settings, out)
-    if limits_only:
+    if limits:
         return
     checkpoint_dir = checkpoint_dir or fetch_default_model()
     tasks = [{"task": "decode", "batch": B, "prompt": prompt, "new": new} for B in batch]

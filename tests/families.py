@@ -35,13 +35,17 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)]}
 LONGROPE |= {"long_factor": [1.0 + 0.5 * i for i in range(8)], "original_max_position_embeddings": 32}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4.0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20}
+PLAIN = {"rope_theta": 10000.0, "rope_type": "default"}
+OLMO3_YARN = {"rope_parameters": {"full_attention": PLAIN | YARN, "sliding_attention": PLAIN}}
 MOE = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OLD_FALCON = {"new_decoder_architecture": False, "num_kv_heads": 4}
 
 # name of the case -> (model_type, fields of its config that differ from BASE)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
-    "llama-wide-bias-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True} | WIDE_HEAD),
+    "llama-wide-bias-tied": ("llama", WIDE_HEAD | BIASES | {"tie_word_embeddings": True}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
     "llama3": ("llama", rope(**LLAMA3)),
     "llama-linear": ("llama", rope(rope_type="linear", factor=4.0)),
@@ -57,8 +61,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3_moe": ("qwen3_moe", MOE | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe-plain-weights": ("qwen3_moe", MOE | {"head_dim": 16, "norm_topk_prob": False, "decoder_sparse_step": 2}),
     "gemma": ("gemma", {"head_dim": 16}),
-    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}),
-    "gemma3_text": ("gemma3_text", HALF_SLIDING | {"head_dim": 16, "query_pre_attn_scalar": 20}),
+    "gemma2": ("gemma2", GEMMA | {"sliding_window": 8, "attn_logit_softcapping": 5.0}),
+    "gemma3_text": ("gemma3_text", HALF_SLIDING | GEMMA),
     "phi": ("phi", MHA),
     "phi-qk-norm": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"sliding_window": 8}),
@@ -74,8 +78,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "olmo": ("olmo", {"clip_qkv": 0.5}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", HALF_SLIDING),
-    "olmo3-yarn": ("olmo3", HALF_SLIDING | {"rope_parameters": {
-        "full_attention": {"rope_theta": 10000.0, **YARN}, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}),
+    "olmo3-yarn": ("olmo3", HALF_SLIDING | OLMO3_YARN),
     "smollm3": ("smollm3", {}),
     "granite": ("granite", GRANITE),
     "starcoder2": ("starcoder2", {"sliding_window": 8}),

@@ -147,7 +147,7 @@ def test_the_mutants_cover_every_field_of_the_config() -> None:
 
 @pytest.mark.parametrize("field", MUTANTS)
 def test_a_wrong_switch_does_not_go_unnoticed(family: Make, field: str) -> None:
-    """Either the weights no longer fit, or the logits leave transformers' by more than the tolerance of the other tests."""
+    """Either the weights no longer fit, or the logits leave transformers' by more than the tests above allow."""
     name, value = MUTANTS[field]
     base = "llama" if name == "llama-factors" else name
     hf, model, _ = family(base)
@@ -239,6 +239,19 @@ def test_prefill_in_chunks_equals_prefill_at_once(tiny: GPT) -> None:
     assert (torch.cat(chunks, dim=1) - whole).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_stands_in_the_padding_does_not_matter(tiny: GPT, side: str) -> None:
+    """torchtune#947: padding was found by its id, so a prompt that held that id lost a token."""
+    prompts, results = ids(1, 2, 5, 9, 9, vocab=512), []
+    idx, input_pos, last = rectangle(prompts, side)
+    for pad in (0, 2, 511, prompts[3][0]):
+        tiny.set_kv_cache(5, 10)
+        results.append(tiny(torch.where(input_pos < 0, pad, idx), input_pos, last))
+        more = tiny(torch.full((5, 1), 7), (input_pos.amax(1) + 1)[:, None], torch.zeros(5, dtype=torch.int64))
+        results[-1] = torch.stack((results[-1], more))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_windows_count_positions_not_columns_of_padding(chunked: bool) -> None:
     kinds = ["chunked" if chunked else "sliding", "full"]
@@ -314,7 +327,7 @@ def test_cache_has_the_dtype_of_the_activations(tiny_llama: GPT, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inside", [True, False])
 def test_cache_follows_autocast(tiny_llama: GPT, dtype: torch.dtype, inside: bool) -> None:
-    """lit-llama#468: mixed precision met a cache of another dtype. `inside`: whether the cache is made under autocast."""
+    """lit-llama#468: mixed precision met a cache of another dtype. `inside`: is the cache made under autocast?"""
     (text,) = ids(9, vocab=512)
     with torch.autocast("cpu", dtype):
         expected = tiny_llama(torch.tensor([text]))[0]

@@ -167,7 +167,7 @@ def hard_texts(shared: Path, expected: str) -> tuple[list[str], list[list[int]]]
 
 # BOS and EOS ---------------------------------------------------------------------------------------------------------
 
-BOS_CASES = [  # kind, post-processor that adds BOS, tokenizer_config.json, BOS expected (O27)
+BOS_CASES = [  # kind, post-processor that adds BOS, tokenizer_config.json, BOS expected
     ("byte_level", False, {"bos_token": "<s>"}, False),
     ("byte_level", True, {"bos_token": "<s>"}, True),
     ("byte_level", True, {"bos_token": "<s>", "add_bos_token": False}, False),
@@ -310,7 +310,7 @@ def test_trailing_commas_and_nan_are_read(folder) -> None:
     assert Tokenizer(folder("byte_level", tokenizer_config=config)).stop_ids == {2}
 
 
-# Special text (O28) --------------------------------------------------------------------------------------------------
+# Special text
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "sentencepiece"])
@@ -374,7 +374,7 @@ def test_named_tokens_of_the_vocabulary_are_special(tmp_path: Path, folders) -> 
 
 
 def test_broken_folder_after_a_gguf_round_trip(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Says EOS is 1 where generation_config says 2, adds BOS twice, knows ids without a row (O24 to O26)."""
+    """Says EOS is 1 where generation_config says 2, adds BOS twice, knows ids without a row."""
     transformers = pytest.importorskip("transformers")
     path = shutil.copytree(shared / "data" / "tokenizers" / "smollm2", tmp_path / "broken")
     lib = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -470,7 +470,7 @@ def test_transformers_is_not_imported() -> None:
     assert result.stdout.strip() == "False"
 
 
-# Streaming (O31) -----------------------------------------------------------------------------------------------------
+# Streaming
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

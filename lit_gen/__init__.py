@@ -1,0 +1,7 @@
+"""lit_gen: batched LLM generation, each row exactly as it would be alone."""
+
+from lit_gen.config import Config
+from lit_gen.model import GPT
+from lit_gen.tokenizer import Tokenizer
+
+__all__ = ["GPT", "Config", "Tokenizer"]
