@@ -10,18 +10,19 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 if __name__ == "__main__":  # from a bare clone, and from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from jsonargparse.typing import Path_fc
 from lightning.fabric import Fabric
 from torch import Tensor
 from tqdm import tqdm
 
 from lit_gen.batch import check_job, in_order, make_rows, push_tokens, sampling
-from lit_gen.cache import rectangle
+from lit_gen.cache import Side, rectangle, span_of
 from lit_gen.checkpoint import load_config
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, parameter_dtype, setup_fabric
@@ -33,9 +34,6 @@ from lit_gen.stats import Stats
 from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import run_cli
-
-SPAN = 64  # a step looks at the cache in pieces of so many columns, so that short rows do not pay for all of it
-Side = Literal["left", "right"] | None
 
 
 def next_token(model: GPT, idx: Tensor, input_pos: Tensor, span: int, **settings: Any) -> Tensor:
@@ -95,13 +93,10 @@ def generate(
         padding_side: prefill a batch as one padded rectangle, not each prompt alone at its own length.
         max_batch_size: rows that run at a time.
         stats: is filled in.
-
-    Raises:
-        UserError: at once, for a setting out of range, or a prompt that is empty, too long or has an unknown id.
     """
-    prompts = [[int(token) for token in prompt] for prompt in prompts]
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_samples": num_samples, "stop": stop}
-    check_job(prompts, model.config, max_new_tokens, settings | {"max_batch_size": max_batch_size})
+    limits = {"max_batch_size": max_batch_size, "padding_side": padding_side}
+    prompts = check_job(prompts, model.config, max_new_tokens, settings | limits)
     rows = make_rows(prompts, max_new_tokens, **settings, seed=seed, stop_ids=stop_ids, tokenizer=tokenizer)
     batches = [rows[i : i + max_batch_size] for i in range(0, len(rows), max_batch_size)]
     return decode(model, batches, padding_side, Stats() if stats is None else stats)
@@ -111,29 +106,34 @@ def generate(
 def decode(model: GPT, batches: list[list[Row]], padding_side: Side, stats: Stats) -> Iterator[Row]:
     """The loop. A batch runs until its last row ends; a row that has ended is carried along and not looked at."""
     device = model.wte.weight.device
-    for rows in batches:
-        needed, position = [row.columns for row in rows], [len(row.prompt) - 1 for row in rows]
-        model.set_kv_cache(len(rows), max(needed))
-        model.row_length.copy_(torch.tensor(needed))
-        stats.watch(model)
-        start = time.perf_counter()
-        logits = prefill(model, [row.prompt for row in rows], padding_side)  # (B, V)
-        tokens = sample(logits, **sampling(rows)).tolist()
-        stats.add_prefill(sum(len(row.prompt) for row in rows), time.perf_counter() - start)
-        while True:
-            for row in push_tokens(rows, tokens):
-                stats.add_row(len(row.tokens))
-                yield row
-            live = [row.finish_reason is None for row in rows]
-            if not any(live):
-                break
-            start, position = time.perf_counter(), [p + is_live for p, is_live in zip(position, live, strict=True)]
-            idx = torch.tensor(tokens, device=device).clamp(min=0)[:, None]  # (B, 1); -1 came from a row with NaN
-            input_pos = torch.tensor(position, device=device)[:, None]  # (B, 1); a row that ended stays where it was
-            span = min(-(-(max(position) + 1) // SPAN) * SPAN, max(needed))
-            tokens = next_token(model, idx, input_pos, span, **sampling(rows)).tolist()
-            stats.add_step(sum(live), position, time.perf_counter() - start)
-    model.clear_kv_cache()
+    try:
+        for rows in batches:
+            needed, position = [row.columns for row in rows], [len(row.prompt) - 1 for row in rows]
+            model.set_kv_cache(len(rows), max(needed), needed)
+            stats.watch(model)
+            epoch, start = model.cache_epoch, time.perf_counter()
+            logits = prefill(model, [row.prompt for row in rows], padding_side)  # (B, V)
+            tokens = sample(logits, **sampling(rows)).tolist()
+            stats.add_prefill(sum(len(row.prompt) for row in rows), time.perf_counter() - start)
+            while True:
+                for row in push_tokens(rows, tokens):
+                    stats.add_row(len(row.tokens))
+                    yield row
+                live = [row.finish_reason is None for row in rows]
+                if not any(live):
+                    break
+                if model.cache_epoch != epoch:
+                    raise RuntimeError("another job took over the model's cache: finish one generate() before the next")
+                start, position = time.perf_counter(), [p + is_live for p, is_live in zip(position, live, strict=True)]
+                fed = [
+                    max(token, 0) for token in tokens
+                ]  # -1 came from a row with NaN; an ended row stays where it was
+                idx, input_pos = (torch.tensor(x, device=device)[:, None] for x in (fed, position))  # (B, 1) each
+                span = span_of(position, max(needed))
+                tokens = next_token(model, idx, input_pos, span, **sampling(rows)).tolist()
+                stats.add_step(sum(live), position, time.perf_counter() - start)
+    finally:
+        model.clear_kv_cache()
 
 
 def run(
@@ -145,7 +145,7 @@ def run(
     max_new_tokens: int = 128,
     chat: bool | None = None,
     ignore_eos: bool = False,
-    stats_json: Path | None = None,
+    stats_json: Path_fc | None = None,
     **settings: Any,
 ) -> None:
     """Answers prompts: texts go to stdout in the order of the prompts, numbers to stderr.
@@ -164,9 +164,9 @@ def run(
     start = time.perf_counter()
     model = fabric.setup_module(pack_linears(load(parameter_dtype(fabric), fabric.device)), move_to_device=False)
     stats = Stats(checkpoint_dir.name, str(model.wte.weight.dtype), str(fabric.device), time.perf_counter() - start)
-    stop_ids = frozenset() if ignore_eos else tokenizer.stop_ids
+    ends = frozenset() if ignore_eos else tokenizer.stop_ids
     rows = generate(
-        model, encoded, max_new_tokens=max_new_tokens, stop_ids=stop_ids, tokenizer=tokenizer, stats=stats, **settings
+        model, encoded, max_new_tokens=max_new_tokens, stop_ids=ends, tokenizer=tokenizer, stats=stats, **settings
     )
     bar = tqdm(rows, total=len(encoded) * settings.get("num_samples", 1), unit="row", disable=None)  # on a terminal
     for row in in_order(bar):

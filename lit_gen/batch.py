@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from lit_gen.config import Config
@@ -10,15 +12,25 @@ from lit_gen.stopping import Row, check_stops
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
 
+MOST_ROWS = 1_000_000  # each is an object of its own
+
+
+def token_lists(prompts: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Prompts as lists of Python integers: they may be tensors, arrays or tuples, but not text or fractions."""
+    try:
+        return [[index(token) for token in prompt] for prompt in prompts]
+    except TypeError as error:
+        raise UserError(f"prompts must be a list with the token ids of each prompt ({error})") from None
+
 
 def check_job(
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Iterable[int]],
     config: Config,
     max_new_tokens: int,
     settings: Mapping[str, Any],
     names: Sequence[str] | None = None,
-) -> None:
-    """Raises unless the model knows every id, every row fits into its context, and every setting is in range.
+) -> list[list[int]]:
+    """Returns the prompts as lists; raises unless every id is known, every row fits, and every setting is in range.
 
     T tokens and n new ones take T + n - 1 cache columns: the last new token is never fed back.
 
@@ -33,11 +45,16 @@ def check_job(
     get = settings.get
     check_sampling(get("temperature", 0.0), get("top_k"), get("top_p"))
     check_stops(get("stop", ()))
+    if get("padding_side") not in (None, "left", "right"):
+        raise UserError(f"padding_side is {settings['padding_side']!r}, but must be left, right or left out")
     for name, value in (("num_samples", get("num_samples", 1)), ("max_batch_size", get("max_batch_size", 1))):
         _check_count(name, value)
     _check_count("max_new_tokens", max_new_tokens)
+    prompts = token_lists(prompts)
     if not prompts:
         raise UserError("there is no prompt: give at least one")
+    if len(prompts) * get("num_samples", 1) > MOST_ROWS:
+        raise UserError(f"{len(prompts)} prompts with num_samples make more than {MOST_ROWS} rows: split the job")
     names = names or [f"prompt {i}" for i in range(len(prompts))]
     rows, context = config.vocab_size, config.block_size
     for prompt, name in zip(prompts, names, strict=True):
@@ -54,10 +71,11 @@ def check_job(
             f"{names[long[0]]} has {T} tokens and {max_new_tokens} new ones are wanted, "
             f"which exceeds the model's context of {context}: {remedy}{more}"
         )
+    return prompts
 
 
 def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise UserError(f"{name} is {value!r}, but must be a whole number >= 1")
 
 

@@ -10,9 +10,13 @@ overwritten. Padding on the left has position -1: it writes to no column that is
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+SPAN = 64
+Side = Literal["left", "right"] | None
 
 
 def masked_value(dtype: torch.dtype) -> float:
@@ -72,6 +76,11 @@ def positions(attention_mask: Tensor) -> Tensor:
     return torch.where(mask > 0, mask.cumsum(-1) - 1, -1)
 
 
+def span_of(position: Sequence[int], n_columns: int) -> int:
+    """How many columns a step has to look at: whole pieces of SPAN, so that kernels meet few different shapes."""
+    return min(-(-(max(position) + 1) // SPAN) * SPAN, n_columns)
+
+
 @dataclass
 class Step:
     """Where the tokens of one forward call go in the cache; made once for each call and shared by all layers."""
@@ -108,7 +117,8 @@ class KVCache(nn.Module):
     def update(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Writes k and v (B, T, ng, hs) and returns what the queries may look at: (B, ng, span, hs) each."""
         if k.dtype != self.k.dtype:  # under autocast the activations decide
-            self.k, self.v = self.k.to(k.dtype), self.v.to(k.dtype)
+            with torch.inference_mode(False):
+                self.k, self.v = self.k.to(k.dtype), self.v.to(k.dtype)
         cached_k, cached_v = self.k[step.rows], self.v[step.rows]  # (B, ng, S, hs), views
         _write(cached_k, k, step)
         _write(cached_v, v, step)

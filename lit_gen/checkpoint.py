@@ -36,7 +36,11 @@ def gguf_file(path: Path) -> Path | None:
 def check_checkpoint(path: Path) -> None:
     """Raises unless `path` looks like a checkpoint; says what is there and what is needed."""
     needed = "a Hugging Face folder (config.json and *.safetensors or *.bin), a lit folder, or a .gguf file"
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise UserError(f"checkpoint {str(path)[:80]} cannot be opened: {error.strerror}") from None
+    if not exists:
         near = sorted(p.name for p in path.parent.iterdir() if p.is_dir())[:5] if path.parent.is_dir() else []
         hint = f"; in {path.parent} there is: {', '.join(near)}" if near else ""
         raise UserError(f"checkpoint {path} does not exist{hint}; --checkpoint_dir takes {needed}")
@@ -103,6 +107,8 @@ def _empty_model(config: Config, dtype: torch.dtype, device: torch.device) -> GP
     try:
         with _EmptyInit(), device:
             return GPT(config)
+    except RuntimeError as error:
+        raise UserError(f"a model of this config does not fit into memory ({str(error).splitlines()[0]})") from None
     finally:
         torch.set_default_dtype(before)
 

@@ -4,9 +4,11 @@ A family is a set of switches here, never a name: `model.py` reads these fields 
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from lit_gen.utils import UserError, read_json
 
@@ -31,6 +33,38 @@ class Rope:
     short_factor: list[float] | None = None  # longrope: divisors for rows up to original_max_seq_len ...
     long_factor: list[float] | None = None  # ... and beyond
     factors: list[float] | None = None  # GGUF's rope_freqs: divisors of the frequencies
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        divisors = [
+            self.base,
+            self.factor,
+            *(self.short_factor or []),
+            *(self.long_factor or []),
+            *(self.factors or []),
+        ]
+        if not all(0 < value < math.inf for value in divisors) or self.n_elem < 0 or self.n_elem % 2:
+            raise UserError(f"a rotary embedding of the model's config makes no sense: {self}")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UserError("low_freq_factor of the model's rotary embedding is not below high_freq_factor")
+        if self.kind in ("yarn", "longrope", "llama3") and (self.original_max_seq_len or 0) < 2:
+            raise UserError(f"original_max_position_embeddings is {self.original_max_seq_len}, which makes no sense")
+
+
+def check_types(config: Any) -> None:
+    """Raises for a field that is not of its declared type: config files say what they like."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = tuple(get_origin(kind) or kind for kind in allowed)
+        kinds += (int,) if float in kinds else ()  # 10000 for 10000.0
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UserError(f"{name} of the model's config is {str(value)[:40]!r}, which is of the wrong type")
+        element = next((get_args(kind)[0] for kind in allowed if get_origin(kind) is list), None)
+        if isinstance(value, list) and not all(
+            isinstance(x, (int, float) if element is float else element) for x in value
+        ):
+            raise UserError(f"{name} of the model's config holds a value of the wrong type: {str(value)[:40]}")
 
 
 @dataclass
@@ -84,6 +118,7 @@ class Config:
     final_softcap: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.n_query_groups = self.n_query_groups or self.n_head
         self.head_size = self.head_size or self.n_embd // max(self.n_head, 1)
         self.layer_types = self.layer_types or ["full"] * self.n_layer
@@ -100,6 +135,18 @@ class Config:
                 raise UserError(f"the model's config has {name}={value!r}, which must be a positive whole number")
         if self.n_query_groups and self.n_head % self.n_query_groups:
             raise UserError(f"{self.n_head} query heads cannot share {self.n_query_groups} key/value heads evenly")
+        if not all(rope.n_elem <= self.head_size for rope in self.ropes):
+            raise UserError(f"the model's config rotates more than the {self.head_size} elements of a head")
+        known = (self.norm in ("rms", "layer"), self.act in ("silu", "gelu", "gelu_tanh", "relu"))
+        known += (
+            self.qk_norm in (None, "head", "full", "per_head"),
+            set(self.layer_types) <= {"full", "sliding", "chunked"},
+        )
+        known += (all(-1 <= layer < len(self.ropes) for layer in self.rope_layers),)
+        if not all(known) or self.intermediate_size < 0:
+            raise UserError("the model's config has a norm, act, qk_norm, layer type, rope or size that does not exist")
+        if any(self.moe_layers) and not 0 < self.n_expert_per_token <= self.n_expert:
+            raise UserError(f"the model's config sends a token to {self.n_expert_per_token} of {self.n_expert} experts")
         for name in ("layer_types", "rope_layers", "moe_layers"):
             if len(getattr(self, name)) != self.n_layer:
                 raise UserError(f"the model's config lists {len(getattr(self, name))} {name} for {self.n_layer} layers")
@@ -124,7 +171,12 @@ class Config:
         if not isinstance(source, dict):
             path = Path(source)
             source = read_json(path / "config.json" if path.is_dir() else path)
-        return cls(**config_from_hf(source))
+        try:
+            return cls(**config_from_hf(source))
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"config.json has a field that makes no sense ({type(error).__name__}: {error})") from None
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Config":
@@ -133,7 +185,7 @@ class Config:
         try:
             ropes = [Rope(**rope) for rope in fields.pop("ropes")]
             return cls(ropes=ropes, **fields)
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path} is not a lit config ({error}); convert the checkpoint again") from None
 
     def to_json(self, path: str | Path) -> None:

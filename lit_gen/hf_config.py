@@ -5,7 +5,7 @@ A value whose maths the model would not honour is refused by name.
 
 from typing import Any
 
-from lit_gen.hf_rope import rope_fields
+from lit_gen.hf_rope import positions_used, rope_fields
 from lit_gen.utils import UserError
 
 LAYER_NORM = {"norm": "layer", "norm_bias": True}
@@ -73,6 +73,7 @@ CONTEXT |= {"starcoder2": 4096}  # max_position_embeddings; 2048 for the others
 NORM_EPS_1E5 = ("mixtral", "phi3", "olmo2", "olmo3")  # RMSNorm families whose default is not 1e-6
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "falcon", "smollm3", "starcoder2")
 ALWAYS_WINDOWED = ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
+LAYERED = ("ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "smollm3")  # these read layer_types
 WINDOW_PATTERN = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}  # every n-th layer sees everything
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
@@ -219,9 +220,9 @@ def _expert_fields(hf: dict[str, Any], n_layer: int) -> dict[str, Any]:
 def _window_fields(model_type: str, hf: dict[str, Any], n_layer: int) -> dict[str, Any]:
     """Which layers see a window only. A window may be written but off (Qwen), or on for every layer (Mistral)."""
     window = hf.get("sliding_window") or None
-    if hf.get("use_sliding_window") is False:
+    if hf.get("use_sliding_window", True) is False and model_type not in ALWAYS_WINDOWED:
         window = None
-    types = hf.get("layer_types")
+    types = hf.get("layer_types") if model_type in LAYERED else None
     if types is not None:
         if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
             raise UserError(f"layer_types has {unknown[0]!r}, which is not supported; supported: {list(LAYER_TYPES)}")
@@ -233,9 +234,11 @@ def _window_fields(model_type: str, hf: dict[str, Any], n_layer: int) -> dict[st
         types = ["sliding" if (i + 1) % n else "full" for i in range(n_layer)]
     elif model_type in ALWAYS_WINDOWED:
         types = ["sliding"] * n_layer
-    elif hf.get("use_sliding_window"):
-        first = hf.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
+    elif model_type.startswith("qwen") and hf.get("use_sliding_window"):
+        first = 0 if model_type == "qwen3_moe" else hf.get("max_window_layers", 28)
         types = ["sliding" if i >= first else "full" for i in range(n_layer)]
+    elif model_type == "smollm3" and hf.get("use_sliding_window"):
+        types = ["full" if uses else "sliding" for uses in positions_used(hf, n_layer)]
     if window is None or types is None:
         types = ["full"] * n_layer
     return {"window": window if "sliding" in types else None, "layer_types": types}

@@ -11,7 +11,12 @@ from lit_gen.utils import UserError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 SYNONYMS = {"su": "longrope", "mrope": "default"}  # mrope, the kind of vision models, is the plain one on text
-PARTIAL = {"phi": 0.5, "gpt_neox": 0.25, "stablelm": 0.25}  # share of a head that is rotated if no field says so
+PARTIAL = {
+    "phi": 0.5,
+    "phi3": 1.0,
+    "gpt_neox": 0.25,
+    "stablelm": 0.25,
+}  # share of a head that is rotated if no field says so
 NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 NEEDED |= {"longrope": ("short_factor", "long_factor"), "factors": ("factors",)}
 COPIED = ("attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale")
@@ -31,10 +36,14 @@ def rope_fields(model_type: str, hf: dict[str, Any], head_size: int, layer_types
         kinds = [parameters or scaling]
     layers = [1 if len(kinds) > 1 and kind == "sliding" else 0 for kind in layer_types]
     if model_type == "smollm3":
-        interval = hf["no_rope_layer_interval"]
-        used = hf.get("no_rope_layers", [(i + 1) % interval != 0 for i in range(len(layers))])
-        layers = [0 if uses else -1 for uses in used]  # in spite of its name the field is 1 where positions are used
+        layers = [0 if uses else -1 for uses in positions_used(hf, len(layers))]
     return {"ropes": [_rope(model_type, hf, kind, head_size) for kind in kinds], "rope_layers": layers}
+
+
+def positions_used(hf: dict[str, Any], n_layer: int) -> list[bool]:
+    """Which layers of SmolLM3 have rotary positions: in spite of its name no_rope_layers is 1 for those."""
+    interval = hf["no_rope_layer_interval"]
+    return [bool(uses) for uses in hf.get("no_rope_layers", [(i + 1) % interval for i in range(n_layer)])]
 
 
 def _rope(model_type: str, hf: dict[str, Any], values: dict[str, Any], head_size: int) -> Rope:
@@ -45,13 +54,16 @@ def _rope(model_type: str, hf: dict[str, Any], values: dict[str, Any], head_size
         raise UserError(f"rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     if missing := [name for name in NEEDED.get(kind, ()) if name not in values]:
         raise UserError(f"the rope_scaling of type {kind!r} in config.json has no {missing[0]!r}")
-    partial = hf.get("partial_rotary_factor", hf.get("rotary_pct", PARTIAL.get(model_type, 1.0)))
+    partial = 1.0
+    if model_type in PARTIAL:  # the other families do not read these fields
+        partial = hf.get("partial_rotary_factor", hf.get("rotary_pct", PARTIAL[model_type]))
+        partial = values.get("partial_rotary_factor", partial)
     base = values.get("rope_theta", hf.get("rope_theta", hf.get("rotary_emb_base", 10000.0)))
     context, original = hf["max_position_embeddings"], None
     if kind != "default":
         own = values.get("original_max_position_embeddings", context)
         original = hf.get("original_max_position_embeddings", own)
-    n_elem = int(head_size * values.get("partial_rotary_factor", partial))
+    n_elem = int(head_size * partial)
     for name in ("short_factor", "long_factor", "factors"):
         if name in values and len(values[name]) != n_elem // 2:
             raise UserError(

@@ -47,6 +47,7 @@ class Float32Linear(nn.Module):
         super().__init__()
         self.weight = memory.copy(linear.weight.detach().float().t()).t()  # (out_features, in_features), by columns
         self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self.nbytes = self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
         return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
@@ -62,6 +63,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of a model's weights, packed or not, each counted once."""
+    packed = [module.nbytes for module in model.modules() if isinstance(module, Float32Linear | PackedLinear)]
+    return sum(packed) + sum(p.nbytes for p in model.parameters())
 
 
 def multiplies(dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ Read it from the bottom: GPT.forward, Block.forward, CausalSelfAttention.forward
     C  embedding size                    V   vocabulary size
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -87,6 +88,7 @@ class CausalSelfAttention(nn.Module):
                 q, k = q.flatten(2), k.flatten(2)
             q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
             qk = torch.cat((q, k), dim=2)
+        qk = qk.to(v.dtype)  # under autocast a LayerNorm gives float32
         if self.rope >= 0:
             cos, sin = ropes[self.rope]  # (B or 1, T, 1, n_elem)
             qk = apply_rope(qk, cos, sin)
@@ -220,6 +222,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         # Plain attributes, not buffers: casting the model must not cast the tables, and a mask belongs to one call.
         self.mask_cache: dict[str, Tensor | None] = {}
+        self.cache_epoch = 0  # how often the caches were set up; who holds an older number has lost them
         self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
         self._tables: list[tuple[Tensor, Tensor]] = []
 
@@ -240,8 +243,12 @@ class GPT(nn.Module):
         return load_model(Path(path), dtype, torch.device(device))
 
     @torch.inference_mode(False)
-    def set_kv_cache(self, batch_size: int, max_seq_length: int | None = None) -> None:
+    def set_kv_cache(
+        self, batch_size: int, max_seq_length: int | None = None, row_length: Sequence[int] | None = None
+    ) -> None:
         """Makes the caches right for `batch_size` rows of up to `max_seq_length` columns, zero-filled.
+
+        `row_length`, (batch_size,), says how long each row will get, if that is known: longrope chooses by it.
 
         The memory is reused when the shape is the same. Old contents could not be seen in any case.
         """
@@ -250,13 +257,15 @@ class GPT(nn.Module):
             attn, weight = block.attn, block.attn.qkv.weight
             shape = (batch_size, attn.n_query_groups, S, attn.head_size)
             cache = attn.kv_cache
-            if cache is not None and cache.k.shape == shape and cache.k.device == weight.device:
+            same = (shape, weight.device, self._compute_dtype())
+            if cache is not None and (cache.k.shape, cache.k.device, cache.k.dtype) == same:
                 cache.k.zero_()
                 cache.v.zero_()
             else:
                 attn.kv_cache = None  # the old memory goes before the new is taken
                 attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=weight.device)
-        self.row_length = torch.zeros(batch_size, dtype=torch.int64, device=self.wte.weight.device)
+        self.cache_epoch += 1
+        self.row_length = torch.tensor(row_length or [0] * batch_size, device=self.wte.weight.device)
 
     @property
     def cache_bytes(self) -> int:
@@ -265,6 +274,7 @@ class GPT(nn.Module):
         return sum(cache.k.nbytes + cache.v.nbytes for cache in caches if cache is not None)
 
     def clear_kv_cache(self) -> None:
+        """Drops the caches and their memory."""
         for block in self.h:
             block.attn.kv_cache = None
         self.row_length, self.mask_cache = None, {}
@@ -285,9 +295,10 @@ class GPT(nn.Module):
             model(idx, input_pos)          goes on from what the cache holds
 
         Args:
-            idx: (B, T) int64 token ids. Rows that are shorter are padded on the right, with any id.
+            idx: (B, T) int64 token ids. Rows that are shorter are padded on the right, with any id. (Rows of a longrope
+                model take a table by their length, which is `last` + 1 if `last` is given, else T.)
             input_pos: (B, T) int64, each token's position in its row's text, which is also its cache column; -1 is
-                padding, which writes nothing and sees nothing.
+                padding, which writes nothing and sees nothing (`cache.positions` makes it of an attention_mask).
             last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them.
             rows: the cache rows of this call, B of them; None is the first B.
             span: how many cache columns to look at, more than any position; None is all. It only saves time.
@@ -322,13 +333,16 @@ class GPT(nn.Module):
             raise RuntimeError(
                 "model(idx, input_pos) needs a cache: call model.set_kv_cache(batch_size, max_seq_length)"
             )
-        rows = rows or slice(0, len(idx))
-        if input_pos is None:
-            assert idx.size(1) <= cache.k.size(2), (
-                f"{idx.size(1)} tokens do not fit a cache of {cache.k.size(2)} columns"
-            )
-            return Step(rows, idx.size(1))
-        return Step.at(input_pos, rows, span or cache.k.size(2), cache)
+        (B, T), (n_rows, _, S, _) = idx.shape, cache.k.shape
+        rows, span = rows or slice(0, B), span or S
+        if len(range(*rows.indices(n_rows))) != B:
+            raise ValueError(f"{B} rows of tokens, but {rows} of a cache of {n_rows} rows")
+        needed = T
+        if input_pos is not None:  # a GPU would have to be waited for
+            needed = int(input_pos.max()) + 1 if input_pos.device.type == "cpu" else 0
+        if needed > S or span > S or (input_pos is not None and needed > span):
+            raise ValueError(f"column {needed - 1} of a cache of {S} columns, of which {span} are looked at")
+        return Step(rows, T) if input_pos is None else Step.at(input_pos, rows, span, cache)
 
     def _compute_dtype(self) -> torch.dtype:
         device = self.wte.weight.device.type

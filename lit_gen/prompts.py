@@ -49,6 +49,8 @@ def read_prompts(prompts: str | list[str]) -> list[Prompt]:
         source = "the list"
     elif prompts == "-":
         source = "stdin"
+        if sys.stdin is None:
+            raise UserError("stdin is closed: give the prompts in another way")
         found = _read_lines(sys.stdin.buffer, source, jsonl=None)
     elif prompts.endswith((".txt", ".jsonl")):
         source = prompts
@@ -59,6 +61,8 @@ def read_prompts(prompts: str | list[str]) -> list[Prompt]:
             raise UserError(
                 f'cannot read the prompts file {prompts!r}: {err.strerror} (if it is a prompt, write ["..."])'
             ) from err
+    elif prompts.lstrip().startswith('["'):
+        raise UserError(f"--prompts looks like a JSON list of texts but is none: {prompts[:60]!r}")
     else:
         source, found = "the text", [Prompt(prompts, None, None, "prompt 0")]
     if not found:

@@ -8,6 +8,7 @@ whose sums are exact in any order. That also leaves every short cut below free t
 import hashlib
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -149,11 +150,11 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
     """Raises UserError that names the setting if one is out of range; `sample` itself trusts its input."""
     if not (_is_number(temperature) and temperature >= 0):
         raise UserError(f"temperature is {temperature!r}, but must be a finite number >= 0 (0 takes the best token)")
-    if top_k is not None and not (isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 1):
+    if top_k is not None and not (isinstance(top_k, Integral) and not isinstance(top_k, bool) and top_k >= 1):
         raise UserError(f"top_k is {top_k!r}, but must be an integer >= 1 (leave it out to keep all tokens)")
     if top_p is not None and not (_is_number(top_p) and 0 <= top_p <= 1):
         raise UserError(f"top_p is {top_p!r}, but must be a number from 0 to 1 (leave it out to keep all tokens)")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -9,11 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lit_gen.linear import weight_bytes
 from lit_gen.model import GPT, MoE
 
 
@@ -127,12 +129,12 @@ class Stats:
         rates = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
         return asdict(self) | {name: getattr(self, name) for name in rates}
 
-    def publish(self, device: torch.device, file: Path | None) -> None:
+    def publish(self, device: torch.device, file: PathLike | None) -> None:
         """Reports to stderr, and to a JSON file if one is named."""
         self.peak_memory = peak_memory(device)
         print(self.report(), file=sys.stderr)
         if file is not None:
-            file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+            Path(file).write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
 
 class Traffic:
@@ -144,8 +146,8 @@ class Traffic:
 
     def __init__(self, model: GPT) -> None:
         config = model.config
-        self.weights = sum(weight.nbytes for weight in model.parameters())
-        if not config.tie_embeddings:
+        self.weights = weight_bytes(model)
+        if model.lm_head.weight is not model.wte.weight:
             self.weights -= model.wte.weight.nbytes
         self.expert = sum(m.fc[0].nbytes + m.proj[0].nbytes for m in model.modules() if isinstance(m, MoE))  # one each
         self.n_expert, self.n_chosen = config.n_expert, config.n_expert_per_token

@@ -1,6 +1,7 @@
 """When a row ends: stop tokens, sequences and strings, or its length; and which of its text may be shown already."""
 
 from collections.abc import Collection, Sequence
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -132,7 +133,12 @@ def _overlap(text: Sequence, stops: Sequence[Sequence]) -> int:
 
 
 def check_stops(stops: Sequence[str | Sequence[int]]) -> None:
-    """Raises UserError for an empty stop, which would end every row at once."""
+    """Raises UserError for what is no list of texts and id sequences, and for an empty stop, which would end all."""
+    if not isinstance(stops, list | tuple):
+        raise UserError(f"stop is {stops!r:.40}, but must be a list of texts or of lists of token ids")
     for i, stop in enumerate(stops):
+        ids = isinstance(stop, list | tuple) and all(isinstance(token, Integral) for token in stop)
+        if not isinstance(stop, str) and not ids:
+            raise UserError(f"stop {i} is {stop!r:.40}, but must be a text or a list of token ids")
         if len(stop) == 0:
             raise UserError(f"stop {i} is empty: leave it out")

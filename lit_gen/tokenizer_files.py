@@ -91,6 +91,8 @@ def named_tokens(lib: tokenizers.Tokenizer, config: Settings) -> dict[str, Added
 def load_sentencepiece(file: Path, config: Settings) -> SentencePiece:
     """Reads tokenizer.model and the tokens added beside it; fills in the model's own BOS and EOS."""
     data = file.read_bytes()
+    if not data:
+        raise UserError(f"{file} is empty; download it again")
     if TIKTOKEN_LINE.match(data):
         raise UserError(f"{file} is a tiktoken file, not a SentencePiece model; use the model's tokenizer.json")
     try:

@@ -1,6 +1,7 @@
 """What every script needs around the model: errors a user can act on, tolerant JSON, and the command line."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ def read_json(path: Path) -> Any:
             return json.loads(re.sub(r",(\s*[}\]])", r"\1", text))
         except json.JSONDecodeError:
             raise UserError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or thousands of brackets
+        raise UserError(f"{path} is not acceptable JSON: {error}") from None
 
 
 def run_cli(main: Callable[..., Any]) -> None:
@@ -36,9 +39,20 @@ def run_cli(main: Callable[..., Any]) -> None:
             sys.exit(_report(f"{' '.join(message.split())} (-h lists the options)"))
 
     try:
-        auto_cli(main, as_positional=False, parser_class=Parser)
+        auto_cli(main, as_positional=False, parser_class=Parser, allow_abbrev=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         sys.exit(_report(str(error)))
+    except KeyboardInterrupt:
+        _report("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        _report(f"{error.strerror or error}{'' if error.filename is None else ': ' + str(error.filename)}")
+        sys.exit(1)
 
 
 def _report(message: str) -> int:

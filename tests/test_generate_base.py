@@ -141,6 +141,28 @@ def test_rows_survive_when_the_longest_ends_first(tiny_llama: GPT) -> None:
         assert tokens(tiny_llama, prompts, max_new_tokens=12, stop_ids={stop}, padding_side=side) == expected
 
 
+def test_tensors_and_numpy_integers_are_prompts_and_settings(tiny_llama: GPT) -> None:
+    np = pytest.importorskip("numpy")
+    expected = tokens(tiny_llama, [[5, 6, 7], [8]])
+    assert tokens(tiny_llama, [torch.tensor([5, 6, 7]), np.array([8])], max_new_tokens=np.int64(8)) == expected
+    assert tokens(tiny_llama, ((5, 6, 7), (8,)), temperature=np.float32(0), max_batch_size=np.int32(1)) == expected
+
+
+def test_an_abandoned_job_leaves_nothing_and_two_at_once_are_refused(tiny_llama: GPT) -> None:
+    prompts = some_prompts(3)
+    first = generate(tiny_llama, prompts, max_new_tokens=8, stop_ids={tokens(tiny_llama, prompts)[0][1]})
+    next(first)
+    first.close()
+    assert tiny_llama.cache_bytes == 0
+    stop = tokens(tiny_llama, prompts)[0][1]
+    first = generate(tiny_llama, prompts, max_new_tokens=8, stop_ids={stop})
+    next(first)
+    second = generate(tiny_llama, prompts, max_new_tokens=8, stop_ids={stop})
+    next(second)
+    with pytest.raises(RuntimeError, match="finish one generate"):
+        list(first)
+
+
 # Stops
 
 
@@ -228,6 +250,15 @@ def test_a_batch_that_fits_is_not_refused_because_of_rounding(tiny_llama: GPT) -
         ([[1]], {"num_samples": 0}, "num_samples is 0"),
         ([[1]], {"max_batch_size": 0}, "max_batch_size is 0"),
         ([[1]], {"stop": [""]}, "stop 0 is empty"),
+        ([[1]], {"stop": "END"}, "stop is 'END'"),
+        ([[1]], {"stop": [5]}, "stop 0 is 5"),
+        ([[1]], {"stop": None}, "stop is None"),
+        ([[1]], {"stop": [["a"]]}, "stop 0 is"),
+        ([[1]], {"padding_side": "middle"}, "padding_side is 'middle'"),
+        ([[1]], {"num_samples": 10**9}, "split the job"),
+        ([[3.7]], {}, "token ids of each prompt"),
+        ([1, 2], {}, "token ids of each prompt"),
+        (["text"], {}, "token ids of each prompt"),
         ([[1]], {"stop": ["x"]}, "pass tokenizer="),
     ],
 )
@@ -351,6 +382,10 @@ def test_bad_input_is_one_line_and_status_2_before_weights_are_read(checkpoint: 
         ([*model, "--chat", "true"], "no chat template"),
         ([*model, "--top_k", "0"], "top_k is 0"),
         ([*model, "--temprature", "1"], "temprature"),
+        ([*model, "--stats", "x"], "stats"),
+        ([*model, "--stats_json", str(tmp_path / "none/x.json")], "none/x.json"),
+        ([*model, "--prompts", '["a", 1]'], "looks like a JSON list"),
+        (["--checkpoint_dir", "x" * 300], "cannot be opened"),
         ([*model, "--max_new_tokens", "many"], "max_new_tokens"),
         ([*model, "--precision", "64-true"], "precision"),
     ):

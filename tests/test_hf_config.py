@@ -70,8 +70,11 @@ def test_null_switches_off_what_the_class_has_by_default() -> None:
         ({"rope_scaling": {"type": "fancy", "factor": 2.0}}, "rope_type 'fancy' is not supported; supported: default"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3.*has no 'low_freq_factor'"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 numbers, not 4"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention', which is not supported"),
-        ({"layer_types": ["full_attention"]}, "lists 1 layer_types for 2 layers"),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]},
+            "'linear_attention', which is not supported",
+        ),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "lists 1 layer_types for 2 layers"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"num_hidden_layers": None}, "has num_hidden_layers=None"),
         ({"vocab_size": -5}, "vocab_size=-5"),
@@ -82,6 +85,62 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(changes: dict, messag
     with pytest.raises(UserError, match=message) as error:
         Config.from_hf(LLAMA | changes)
     assert "\n" not in str(error.value)
+
+
+WRONG_TYPES = {"head_dim": "x", "hidden_act": 5, "intermediate_size": 1.5, "rms_norm_eps": "x", "rope_theta": "x"}
+WRONG_TYPES |= {"num_key_value_heads": [2], "rope_scaling": 5, "rope_parameters": [1], "tie_word_embeddings": {}}
+WRONG_TYPES |= {"max_position_embeddings": 1e30, "hidden_size": True}
+
+
+@pytest.mark.parametrize("field", WRONG_TYPES)
+def test_fields_of_a_wrong_type_are_one_clear_line(field: str) -> None:
+    if field == "tie_word_embeddings":
+        assert not Config.from_hf(LLAMA | {field: {}}).tie_embeddings
+        return
+    with pytest.raises(UserError) as error:
+        Config.from_hf(LLAMA | {field: WRONG_TYPES[field]})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "yarn", "factor": -1.0},
+        {"rope_type": ["linear"]},
+        {"rope_type": "factors", "factors": [0.0] * 4},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": 5},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "factor": 2.0}
+        | {"original_max_position_embeddings": 1},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+    ],
+)
+def test_rotary_numbers_that_make_no_sense_are_refused(scaling: dict) -> None:
+    with pytest.raises(UserError):
+        Config.from_hf(LLAMA | {"rope_scaling": scaling})
+
+
+def test_lit_config_that_was_edited_badly_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lit_config.json"
+    Config.from_hf(LLAMA).to_json(file)
+    good = json.loads(file.read_text())
+    changes = [{"act": "tanh"}, {"clip_qkv": "x"}, {"ropes": []}, {"norm": 5}, {"rope_layers": [1, 1]}, {"extra": 1}]
+    changes += [{"layer_types": ["ring", "full"]}, {"n_expert": 2, "n_expert_per_token": 3, "moe_layers": [True, True]}]
+    for content in (5, None, "x", [], *(good | change for change in changes)):
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError):
+            Config.from_json(file)
+
+
+def test_fields_that_a_family_does_not_read_change_nothing() -> None:
+    ignored = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True}
+    assert Config.from_hf(LLAMA | ignored | {"partial_rotary_factor": 0.5}) == Config.from_hf(LLAMA)
+
+
+def test_smollm3_slides_where_it_has_no_positions() -> None:
+    config = Config.from_hf(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 4, "num_key_value_heads": 2}
+                            | {"use_sliding_window": True, "sliding_window": 8})  # fmt: skip
+    assert config.layer_types == ["full"] * 3 + ["sliding"] and config.rope_layers == [0, 0, 0, -1]
 
 
 def test_trailing_commas_are_forgiven_and_damage_is_not(tmp_path: Path) -> None:

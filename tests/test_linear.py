@@ -10,6 +10,7 @@ from torch import nn
 from generate.base import generate
 from lit_gen.linear import Float32Linear, HugePages, PackedLinear, linears, multiplies, pack_linears
 from lit_gen.model import GPT
+from lit_gen.stats import Traffic
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}  # of the largest value: one rounding
@@ -71,3 +72,17 @@ def test_every_linear_layer_is_found_also_beside_experts() -> None:
 
 def test_float32_is_multiplied_everywhere() -> None:
     assert multiplies(torch.float32) and isinstance(multiplies(torch.bfloat16), bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_model_reports_the_weights_that_a_step_reads(dtype: torch.dtype) -> None:
+    model = randomized(llama_config()).to(dtype)
+    blocks = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if "wte" not in name and "norm" not in name and "ln_f" not in name
+    )
+    pack_linears(model).set_kv_cache(1, 4)
+    size = dtype.itemsize if multiplies(dtype) else 4
+    norms = 5 * 64 * dtype.itemsize
+    assert Traffic(model).step([0]) == blocks * size + norms + 2 * 2 * 2 * 16 * dtype.itemsize  # k and v of one column

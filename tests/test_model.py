@@ -402,3 +402,54 @@ def test_training_works_beside_a_cache_and_after_inference_mode(tiny: GPT) -> No
     loss = torch.nn.functional.cross_entropy(tiny(torch.tensor(ids(8, 8, vocab=512))).flatten(0, 1), torch.arange(16))
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in tiny.parameters())
+
+
+def test_columns_and_rows_outside_the_cache_are_refused(tiny_llama: GPT) -> None:
+    """The flat write would otherwise land in another head or row."""
+    tiny_llama.set_kv_cache(2, 8)
+    one, two = torch.tensor([[5]]), torch.tensor([[5], [6]])
+    for call in (
+        lambda: tiny_llama(two, torch.tensor([[8], [1]])),
+        lambda: tiny_llama(two, torch.tensor([[4], [1]]), span=4),
+        lambda: tiny_llama(two, torch.tensor([[4], [1]]), span=9),
+        lambda: tiny_llama(one, torch.tensor([[0]]), rows=slice(0, 2)),
+        lambda: tiny_llama(torch.ones(3, 1, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)),
+        lambda: tiny_llama(torch.ones(1, 9, dtype=torch.int64), rows=slice(0, 1)),
+    ):
+        with pytest.raises(ValueError, match="cache of"):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["head", "per_head", "full"])
+def test_qk_norms_work_under_autocast(kind: str) -> None:
+    from conftest import neox_config
+
+    model, (text,) = randomized(neox_config(qk_norm=kind)), ids(9, vocab=512)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        expected = model(torch.tensor([text]))[0]
+        model.set_kv_cache(1, 9)
+        logits = [model(torch.tensor([text[:5]]), rows=slice(0, 1))[0]]
+        logits += [model(torch.tensor([[text[i]]]), torch.tensor([[i]]))[0] for i in range(5, 9)]
+    assert (torch.cat(logits) - expected).abs().max() <= 0.15
+    model.set_kv_cache(1, 9)  # after inference mode, in float32 again
+    with torch.no_grad():
+        model(torch.tensor([text]), rows=slice(0, 1))
+    assert model.h[0].attn.kv_cache.k.dtype == torch.float32
+
+
+def test_a_reused_cache_is_zero_filled(tiny_llama: GPT) -> None:
+    """A masked column has weight 0, and 0 times an old NaN would be NaN."""
+    tiny_llama.set_kv_cache(1, 8)
+    for block in tiny_llama.h:
+        block.attn.kv_cache.k.fill_(float("nan"))
+    tiny_llama.set_kv_cache(1, 8)
+    assert tiny_llama(torch.tensor([[5]]), torch.tensor([[0]])).isfinite().all()
+
+
+def test_the_scale_of_embeddings_is_rounded_to_the_dtype_of_the_model() -> None:
+    """Gemma multiplies by sqrt(3072) = 55.43 rounded to bfloat16, 55.5."""
+    model = randomized(llama_config(embedding_scale=3072**0.5)).bfloat16()
+    seen = []
+    model.h[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(torch.tensor([[5, 6]]))
+    assert torch.equal(seen[0], model.wte.weight[[5, 6]][None] * torch.tensor(55.5, dtype=torch.bfloat16))
