@@ -38,10 +38,11 @@ def run_cli(main: Callable[..., Any]) -> None:
         def error(self, message: str, ex: Exception | None = None) -> None:
             sys.exit(_report(f"{' '.join(message.split())} (-h lists the options)"))
 
+    if sys.stdout is None:
+        sys.exit(_report("stdout is closed, and texts would go there"))
     try:
         auto_cli(main, as_positional=False, parser_class=Parser, allow_abbrev=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except UserError as error:
         sys.exit(_report(str(error)))
     except KeyboardInterrupt:
