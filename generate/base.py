@@ -105,7 +105,7 @@ def generate(
 @torch.no_grad()
 def decode(model: GPT, batches: list[list[Row]], padding_side: Side, stats: Stats) -> Iterator[Row]:
     """The loop. A batch runs until its last row ends; a row that has ended is carried along and not looked at."""
-    device = model.wte.weight.device
+    device, epoch = model.wte.weight.device, model.cache_epoch
     try:
         for rows in batches:
             needed, position = [row.columns for row in rows], [len(row.prompt) - 1 for row in rows]
@@ -125,15 +125,14 @@ def decode(model: GPT, batches: list[list[Row]], padding_side: Side, stats: Stat
                 if model.cache_epoch != epoch:
                     raise RuntimeError("another job took over the model's cache: finish one generate() before the next")
                 start, position = time.perf_counter(), [p + is_live for p, is_live in zip(position, live, strict=True)]
-                fed = [
-                    max(token, 0) for token in tokens
-                ]  # -1 came from a row with NaN; an ended row stays where it was
+                fed = [max(token, 0) for token in tokens]  # -1 came from NaN; an ended row stays where it was
                 idx, input_pos = (torch.tensor(x, device=device)[:, None] for x in (fed, position))  # (B, 1) each
                 span = span_of(position, max(needed))
                 tokens = next_token(model, idx, input_pos, span, **sampling(rows)).tolist()
                 stats.add_step(sum(live), position, time.perf_counter() - start)
     finally:
-        model.clear_kv_cache()
+        if model.cache_epoch == epoch:  # else it is another job's by now
+            model.clear_kv_cache()
 
 
 def run(

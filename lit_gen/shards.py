@@ -24,13 +24,11 @@ class Reader(Protocol):
 class SafetensorsReader:
     def __init__(self, files: list[Path]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
             with self._open(file) as handle:
                 for name in handle.keys():
-                    part = handle.get_slice(name)
-                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                    self.shapes[name] = tuple(handle.get_slice(name).get_shape())
                     self._file_of[name] = file
         self._current: tuple[Path, Any] | None = None
         self._read = 0

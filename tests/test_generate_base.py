@@ -161,6 +161,9 @@ def test_an_abandoned_job_leaves_nothing_and_two_at_once_are_refused(tiny_llama:
     next(second)
     with pytest.raises(RuntimeError, match="finish one generate"):
         list(first)
+    rows = {row.index: row.tokens for row in second}  # it goes on: the first has not dropped its cache
+    assert len(rows) == 2 and tiny_llama.cache_bytes == 0
+    assert all(row == tokens(tiny_llama, [prompts[i]], stop_ids={stop})[0] for i, row in rows.items())
 
 
 # Stops

@@ -10,7 +10,7 @@ from torch import nn
 from generate.base import generate
 from lit_gen.linear import Float32Linear, HugePages, PackedLinear, linears, multiplies, pack_linears
 from lit_gen.model import GPT
-from lit_gen.stats import Traffic
+from lit_gen.stats import Stats, Traffic
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}  # of the largest value: one rounding
@@ -47,6 +47,22 @@ def test_rows_of_a_packed_model_are_the_rows_alone_in_float32_and_run_in_all(dty
     alone = [next(generate(model, [prompt], max_new_tokens=8)).tokens for prompt in prompts]
     assert all(len(row) == 8 for row in batch)
     assert batch == alone or dtype != torch.float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_path_of_processors_that_multiply_bfloat16_generates_too(tied: bool, monkeypatch) -> None:
+    """oneDNN's layout works, slowly, on any x86 CPU; here it is taken whatever the processor."""
+    monkeypatch.setattr("lit_gen.linear.multiplies", lambda dtype: True)
+    model = randomized(llama_config(tie_embeddings=tied)).bfloat16()
+    expected = copy.deepcopy(model)(torch.tensor([[1, 2, 3, 4]]))
+    packed = pack_linears(model)
+    assert all(isinstance(block.mlp.fc, PackedLinear) for block in packed.h) and isinstance(
+        packed.lm_head, PackedLinear
+    )
+    logits = packed(torch.tensor([[1, 2, 3, 4]]))
+    assert (logits - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+    rows = list(generate(packed, [[1, 2, 3], [4], list(range(40, 90))], max_new_tokens=8, stats=Stats()))
+    assert [len(row.tokens) for row in rows] == [8, 8, 8]
 
 
 def test_weights_are_not_kept_twice_and_ties_stay() -> None:
