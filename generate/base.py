@@ -7,7 +7,7 @@ Read it from top to bottom: next_token, prefill, generate, decode (the loop), ru
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,117 +19,103 @@ import torch
 from jsonargparse.typing import Path_fc
 from lightning.fabric import Fabric
 from torch import Tensor
-from tqdm import tqdm
 
-from lit_gen.batch import check_job, in_order, make_rows, push_tokens, sampling
+from lit_gen.answers import Answers
+from lit_gen.batch import Batch, Piece
 from lit_gen.cache import Side, rectangle, span_of
 from lit_gen.checkpoint import load_config
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, parameter_dtype, setup_fabric
+from lit_gen.interrupt import Interrupts
 from lit_gen.linear import pack_linears
+from lit_gen.logprobs import row_logprobs
 from lit_gen.model import GPT
-from lit_gen.prompts import encode_prompts, printable, read_prompts
-from lit_gen.sampling import sample
+from lit_gen.plan import is_out_of_memory, plan_batch
+from lit_gen.requests import Prompt, make_batch
+from lit_gen.sampling import Sampler
 from lit_gen.stats import Stats
-from lit_gen.stopping import Row
+from lit_gen.stopping import Row, sampler_of
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import run_cli
 
 
-def next_token(model: GPT, idx: Tensor, input_pos: Tensor, span: int, **settings: Any) -> Tensor:
-    """One step of every row: the tokens (B,) that follow idx (B, 1), which stand at input_pos (B, 1)."""
-    last = torch.zeros(len(idx), dtype=torch.int64, device=idx.device)
-    return sample(model(idx, input_pos, last, span=span), **settings)  # (B, V) -> (B,)
+def next_token(model: GPT, idx: Tensor, input_pos: Tensor, span: int, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """One step of every row: logits (B, V) and tokens (B,) that follow idx (B, 1), which stand at input_pos (B, 1)."""
+    logits = model(idx, input_pos, torch.zeros_like(idx[:, 0]), span=span)  # (B, V)
+    return logits, sampler(logits)
 
 
-def prefill(model: GPT, prompts: Sequence[Sequence[int]], padding_side: Side = None) -> Tensor:
-    """Runs prompts of any lengths into cache rows 0, 1, ... and returns the logits (B, V) that follow each.
+def prefill(model: GPT, pieces: Sequence[Piece], padding_side: Side = None) -> Tensor:
+    """Runs (pieces of) prompts into their cache rows and returns the logits (B, V) that follow each.
 
     Each runs alone at its own length, so that not even the shape of a matrix product depends on its neighbours. With a
     `padding_side` they run as one rectangle, which can be faster for many short prompts and is exact up to rounding.
     """
-    device = model.wte.weight.device
-    if padding_side is not None:
-        idx, input_pos, last = (t.to(device) for t in rectangle(prompts, padding_side))
-        return model(idx, input_pos, last, span=idx.size(1))
-    logits = []
-    for row, prompt in enumerate(prompts):
-        idx, last = torch.tensor([prompt], device=device), torch.tensor([len(prompt) - 1], device=device)
-        logits.append(model(idx, last=last, rows=slice(row, row + 1)))  # (1, V)
+    device, logits = model.wte.weight.device, []
+    for group in [pieces] if padding_side else [[piece] for piece in pieces]:
+        texts, starts = [piece.tokens for piece in group], [piece.start for piece in group]
+        idx, input_pos, last = (t.to(device) for t in rectangle(texts, padding_side or "right", starts))
+        input_pos = None if padding_side is None and starts == [0] else input_pos  # a fresh row needs no mask
+        rows, span = slice(group[0].cache_row, group[-1].cache_row + 1), max(piece.stop for piece in group)
+        logits.append(model(idx, input_pos, last, rows=rows, span=span))  # (B, V)
     return torch.cat(logits)
 
 
 def generate(
     model: GPT,
-    prompts: Sequence[Sequence[int] | Tensor],
+    prompts: Iterable[Prompt],
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 1234,
-    num_samples: int = 1,
     stop_ids: Collection[int] = frozenset(),
-    stop: Sequence[str | Sequence[int]] = (),
     tokenizer: Tokenizer | None = None,
-    padding_side: Side = None,
-    max_batch_size: int = 64,
     stats: Stats | None = None,
+    **settings: Any,
 ) -> Iterator[Row]:
     """Goes on from every prompt, and yields each row as it ends: `row.index`, `row.tokens`, `row.finish_reason`.
 
     Args:
         model: its cache is set up here and dropped at the end.
-        prompts: token ids, (T,) each; T may differ.
-        max_new_tokens: T + max_new_tokens - 1 may not exceed the model's block_size.
-        temperature: 0 takes the best token; higher is more varied.
-        top_k: sample from so many best tokens only.
-        top_p: sample from the fewest best tokens whose probabilities reach this sum.
-        seed: a sampled row depends on it, on its prompt and its number, never on its neighbours.
-        num_samples: rows per prompt; row.index is the prompt's place times num_samples, plus the sample's.
+        prompts: token ids, (T,) each, of any lengths, or a `Request` with settings of its own. A list is checked
+            before any work; of an iterator prompts are taken when there is room for them.
         stop_ids: ids that end a row, such as `tokenizer.stop_ids`.
-        stop: texts (these need a tokenizer) or sequences of ids that end a row. No stop is part of a row.
-        tokenizer: if given, rows have `row.text`.
-        padding_side: prefill a batch as one padded rectangle, not each prompt alone at its own length.
-        max_batch_size: rows that run at a time.
+        tokenizer: if given, rows have `row.text`; stops that are texts need it.
         stats: is filled in.
+        settings: those of `make_batch` (how many rows run at a time, ...) and of `Settings` (temperature, ...).
     """
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_samples": num_samples, "stop": stop}
-    limits = {"max_batch_size": max_batch_size, "padding_side": padding_side}
-    prompts = check_job(prompts, model.config, max_new_tokens, settings | limits)
-    rows = make_rows(prompts, max_new_tokens, **settings, seed=seed, stop_ids=stop_ids, tokenizer=tokenizer)
-    batches = [rows[i : i + max_batch_size] for i in range(0, len(rows), max_batch_size)]
-    return decode(model, batches, padding_side, Stats() if stats is None else stats)
+    batch = make_batch(prompts, model.config, stop_ids=stop_ids, tokenizer=tokenizer, **settings)
+    return decode(model, batch, Stats() if stats is None else stats)
 
 
 @torch.no_grad()
-def decode(model: GPT, batches: list[list[Row]], padding_side: Side, stats: Stats) -> Iterator[Row]:
-    """The loop. A batch runs until its last row ends; a row that has ended is carried along and not looked at."""
-    device, epoch = model.wte.weight.device, model.cache_epoch
+def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
+    """The loop: rows come in when there is room, run together, and leave when they end."""
+    device, epoch, sampler = model.wte.weight.device, None, None
     try:
-        for rows in batches:
-            needed, position = [row.columns for row in rows], [len(row.prompt) - 1 for row in rows]
-            model.set_kv_cache(len(rows), max(needed), needed)
-            stats.watch(model)
-            epoch, start = model.cache_epoch, time.perf_counter()
-            logits = prefill(model, [row.prompt for row in rows], padding_side)  # (B, V)
-            tokens = sample(logits, **sampling(rows)).tolist()
-            stats.add_prefill(sum(len(row.prompt) for row in rows), time.perf_counter() - start)
-            while True:
-                for row in push_tokens(rows, tokens):
-                    stats.add_row(len(row.tokens))
-                    yield row
-                live = [row.finish_reason is None for row in rows]
-                if not any(live):
-                    break
-                if model.cache_epoch != epoch:
-                    raise RuntimeError("another job took over the model's cache: finish one generate() before the next")
-                start, position = time.perf_counter(), [p + is_live for p, is_live in zip(position, live, strict=True)]
-                fed = [max(token, 0) for token in tokens]  # -1 came from NaN; an ended row stays where it was
-                idx, input_pos = (torch.tensor(x, device=device)[:, None] for x in (fed, position))  # (B, 1) each
-                span = span_of(position, max(needed))
-                tokens = next_token(model, idx, input_pos, span, **sampling(rows)).tolist()
-                stats.add_step(sum(live), position, time.perf_counter() - start)
+        while batch.admit():
+            try:
+                if pieces := batch.pieces:
+                    epoch, start = batch.arrange(model, epoch), time.perf_counter()
+                    rows = [piece.row for piece in pieces]
+                    logits = prefill(model, pieces, batch.padding_side)  # (B, V)
+                    tokens = sampler_of(rows, device, batch.processors)(logits)  # (B,)
+                    batch.push_pieces(tokens.tolist(), row_logprobs(rows, logits, tokens))
+                    stats.add_prefill(model, sum(len(piece.tokens) for piece in pieces), time.perf_counter() - start)
+                if rows := batch.decoding:
+                    epoch, start = batch.arrange(model, epoch), time.perf_counter()
+                    if batch.changed:
+                        sampler, batch.changed = sampler_of(rows, device, batch.processors), False
+                    columns = [row.filled for row in rows]
+                    fed = [[(row.next_input, row.filled)] for row in rows]
+                    idx, input_pos = torch.tensor(fed, device=device).unbind(-1)  # (B, 1) each
+                    logits, tokens = next_token(model, idx, input_pos, span_of(columns, batch.shape[1]), sampler)
+                    batch.push(rows, tokens.tolist(), row_logprobs(rows, logits, tokens))
+                    stats.add_step(columns, time.perf_counter() - start, batch.slots, batch.more)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                batch.halve(f"out of memory: {error}")
+            for row in batch.retire():
+                stats.add_row(len(row.tokens))
+                yield row
     finally:
         if model.cache_epoch == epoch:  # else it is another job's by now
             model.clear_kv_cache()
@@ -141,35 +127,53 @@ def run(
     load: Callable[[torch.dtype, torch.device], GPT],
     prompts: str | list[str],
     *,
-    max_new_tokens: int = 128,
+    out: Path_fc | None = None,
     chat: bool | None = None,
-    ignore_eos: bool = False,
+    stream: bool = False,
+    strict: bool | None = None,
+    shard: str | None = None,
+    max_batch_size: int | None = None,
     stats_json: Path_fc | None = None,
     **settings: Any,
 ) -> None:
-    """Answers prompts: texts go to stdout in the order of the prompts, numbers to stderr.
+    """Answers prompts: texts go to stdout in the order of the prompts, or lines to a file; numbers to stderr.
 
     Args:
         load: makes the model; called when prompts and settings are known to be good.
-        max_new_tokens: Most new tokens per row.
+        out: A .jsonl file that gets a line per row. The same command goes on where it was interrupted.
         chat: Put prompts into the checkpoint's chat template; by default if it has one.
-        ignore_eos: Go on after the model's end tokens, to measure speed.
+        stream: Show the text of a single prompt as it comes.
+        strict: One bad prompt ends everything; by default only without --out, else it becomes a line with an error.
+        shard: i/n: only the prompts i, i + n, ...; by default from RANK and WORLD_SIZE, or from SLURM.
+        max_batch_size: Rows that run at a time; by default as many as fit into memory.
         stats_json: File to write the numbers to.
     """
-    config, tokenizer, read = load_config(checkpoint_dir), Tokenizer(checkpoint_dir), read_prompts(prompts)
-    chat = tokenizer.chat_template is not None if chat is None else chat
-    encoded, names = encode_prompts(read, tokenizer, chat=chat), [prompt.where for prompt in read]
-    check_job(encoded, config, max_new_tokens, settings, names)
+    config, tokenizer, dtype = load_config(checkpoint_dir), Tokenizer(checkpoint_dir), parameter_dtype(fabric)
+    options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream}
+    answers = Answers(prompts, checkpoint_dir, config, tokenizer, settings, dtype, fabric.device, **options)
+    if answers.finished:
+        return
+    plan = plan_batch(config, dtype, fabric.device, answers.longest, answers.n_rows, max_batch_size)
+    print(plan, file=sys.stderr)
     start = time.perf_counter()
-    model = fabric.setup_module(pack_linears(load(parameter_dtype(fabric), fabric.device)), move_to_device=False)
-    stats = Stats(checkpoint_dir.name, str(model.wte.weight.dtype), str(fabric.device), time.perf_counter() - start)
-    ends = frozenset() if ignore_eos else tokenizer.stop_ids
-    rows = generate(
-        model, encoded, max_new_tokens=max_new_tokens, stop_ids=ends, tokenizer=tokenizer, stats=stats, **settings
-    )
-    bar = tqdm(rows, total=len(encoded) * settings.get("num_samples", 1), unit="row", disable=None)  # on a terminal
-    for row in in_order(bar):
-        print(printable(row.text) if sys.stdout.isatty() else row.text, flush=True)
+    model = fabric.setup_module(pack_linears(load(dtype, fabric.device)), move_to_device=False)
+    stats = Stats(checkpoint_dir.name, str(dtype), str(fabric.device), time.perf_counter() - start)
+    with Interrupts() as interrupts, answers:
+        for row in generate(
+            model,
+            answers.requests(),
+            stop_ids=tokenizer.stop_ids,
+            tokenizer=tokenizer,
+            processors=(),
+            on_text=answers.show if stream else None,
+            on_step=interrupts.check,
+            stats=stats,
+            strict=answers.strict,
+            max_batch_size=plan.rows,
+            max_cache_columns=plan.rows * plan.columns,
+            **settings,
+        ):
+            answers.take(row)
     stats.publish(fabric.device, stats_json)
 
 

@@ -1,126 +1,229 @@
-"""The rows of a job, in plain Python: which prompts make which rows, whether they fit, and in what order they end."""
+"""Which rows run, and where: plain Python that decides; `generate` copies keys and values and calls the model.
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
-from operator import index
-from typing import Any
+Running rows fill cache rows 0, 1, 2, ... without a gap, so no step computes a row that has ended:
 
-from lit_gen.config import Config
-from lit_gen.sampling import check_sampling, row_stream
-from lit_gen.stopping import Row, check_stops
-from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import UserError
+    running A B C D, waiting E F      B ends: A D C      E comes: A D C E
 
-MOST_ROWS = 1_000_000  # each is an object of its own
+A prompt longer than the prefill budget runs in pieces, between the steps of the others; until it is through it stays
+behind all rows that decode.
+"""
 
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-def token_lists(prompts: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Prompts as lists of Python integers: they may be tensors, arrays or tuples, but not text or fractions."""
-    try:
-        return [[index(token) for token in prompt] for prompt in prompts]
-    except TypeError as error:
-        raise UserError(f"prompts must be a list with the token ids of each prompt ({error})") from None
+from lit_gen.cache import SPAN, Side
+from lit_gen.model import GPT
+from lit_gen.penalties import Processor
+from lit_gen.stopping import LogProb, Row
 
 
-def check_job(
-    prompts: Iterable[Iterable[int]],
-    config: Config,
-    max_new_tokens: int,
-    settings: Mapping[str, Any],
-    names: Sequence[str] | None = None,
-) -> list[list[int]]:
-    """Returns the prompts as lists; raises unless every id is known, every row fits, and every setting is in range.
+@dataclass(frozen=True)
+class Piece:
+    """A part of a prompt, which is prefilled in one call."""
 
-    T tokens and n new ones take T + n - 1 cache columns: the last new token is never fed back.
+    row: Row
+    cache_row: int
+    start: int
+    stop: int  # columns start, ..., stop - 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.row.prompt[self.start : self.stop]
+
+
+class Batch:
+    """The rows of a job: those that wait, those that run, and those that have ended and were not handed out yet.
 
     Args:
-        prompts: token ids, (T,) each.
-        settings: those of `generate`, by name; what is not given is not checked.
-        names: what to call each prompt in an error.
+        rows: all rows, in the order in which they start; taken one by one, when there is room.
+        max_rows: so many run at a time.
+        max_columns: cache columns of all rows together, that is rows x columns of the longest; one row always fits.
+        budget: prompt tokens to prefill between two steps.
+        padding_side: prefill pieces as one rectangle.
+        processors: are called for each row before its token is chosen.
+        on_text: called with a row and the next piece of its text.
+        on_step: called between two steps.
 
-    Raises:
-        UserError: names the setting, or the first prompt that is wrong.
+    Attributes:
+        running: the place in this list is the cache row.
+        shape: rows and columns that the cache must have.
+        moves: (source, target) cache rows to copy, in this order; a source of -1 means zeros.
+        pieces: of prompts, to be prefilled next; their cache rows follow each other.
+        more: whether rows wait.
+        changed: whether the next step's rows differ from those of the last one.
     """
-    get = settings.get
-    check_sampling(get("temperature", 0.0), get("top_k"), get("top_p"))
-    check_stops(get("stop", ()))
-    if get("padding_side") not in (None, "left", "right"):
-        raise UserError(f"padding_side is {settings['padding_side']!r}, but must be left, right or left out")
-    for name, value in (("num_samples", get("num_samples", 1)), ("max_batch_size", get("max_batch_size", 1))):
-        _check_count(name, value)
-    _check_count("max_new_tokens", max_new_tokens)
-    prompts = token_lists(prompts)
-    if not prompts:
-        raise UserError("there is no prompt: give at least one")
-    if len(prompts) * get("num_samples", 1) > MOST_ROWS:
-        raise UserError(f"{len(prompts)} prompts with num_samples make more than {MOST_ROWS} rows: split the job")
-    names = names or [f"prompt {i}" for i in range(len(prompts))]
-    rows, context = config.vocab_size, config.block_size
-    for prompt, name in zip(prompts, names, strict=True):
-        if not prompt:
-            raise UserError(f"{name} has no tokens: give it at least one, such as the tokenizer's bos_id")
-        if unknown := [token for token in prompt if not 0 <= token < rows]:
-            raise UserError(f"{name} has the token {unknown[0]}, but the model has only {rows} of them: take it out")
-    long = [i for i, prompt in enumerate(prompts) if len(prompt) + max_new_tokens - 1 > context]
-    if long:
-        T, room = len(prompts[long[0]]), context + 1 - len(prompts[long[0]])
-        remedy = f"set max_new_tokens to {room} or shorten it" if room > 0 else f"shorten it to {context}"
-        more = f" ({len(long) - 1} more prompts are too long)" if len(long) > 1 else ""
-        raise UserError(
-            f"{names[long[0]]} has {T} tokens and {max_new_tokens} new ones are wanted, "
-            f"which exceeds the model's context of {context}: {remedy}{more}"
-        )
-    return prompts
 
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        max_rows: int,
+        max_columns: int | None,
+        budget: int,
+        *,
+        padding_side: Side = None,
+        processors: Sequence[Processor] = (),
+        on_text: Callable[[Row, str], None] | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
+        self.waiting = iter(rows)
+        self.again: deque[Row] = deque()  # rows to start before those that wait
+        self.max_rows, self.max_columns, self.budget = max_rows, max_columns, budget
+        self.padding_side, self.processors, self.on_text, self.on_step = padding_side, processors, on_text, on_step
+        self.running: list[Row] = []
+        self.finished: list[Row] = []
+        self.shape = (0, 0)
+        self.moves: list[tuple[int, int]] = []
+        self.pieces: list[Piece] = []
+        self.more = self.changed = True
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise UserError(f"{name} is {value!r}, but must be a whole number >= 1")
+    def admit(self) -> bool:
+        """Lets waiting rows in and plans the next pieces of prompts; returns whether anything is left to do."""
+        if self.on_step is not None:
+            self.on_step()
+        self.compact()
+        self.pieces = []
+        budget = self.budget
+        for cache_row, row in enumerate(self.running):
+            if not row.prefilled:
+                budget -= self._plan(row, cache_row)
+        while budget > 0:
+            row = self.again.popleft() if self.again else next(self.waiting, None)
+            self.more = row is not None
+            if row is None:
+                break
+            if row.finish_reason is not None:
+                self.finished.append(row)
+                budget -= 1  # so that a file full of errors is not read at once
+            elif len(self.running) < self._rows(self._columns([*self.running, row])):
+                self.running.append(row)
+                budget -= self._plan(row, len(self.running) - 1)
+                self.changed = True
+            else:
+                self.again.appendleft(row)
+                break
+        self._grow()
+        return bool(self.running or self.finished)
 
+    def _columns(self, rows: list[Row]) -> int:
+        """Columns of a cache for these rows: whole pieces of SPAN, so that it rarely has to grow."""
+        return -(-max(row.columns for row in rows) // SPAN) * SPAN
 
-def make_rows(
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    num_samples: int,
-    stop_ids: Collection[int],
-    stop: Sequence[str | Sequence[int]],
-    tokenizer: Tokenizer | None,
-) -> list[Row]:
-    """The rows of a job: `num_samples` for each prompt, one after the other, each with random numbers of its own."""
-    strings = [s for s in stop if isinstance(s, str)]
-    if strings and tokenizer is None:
-        raise UserError("stop texts need the text of a row: pass tokenizer=")
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": stop_ids}
-    settings |= {"stop_strings": strings, "stop_sequences": [list(s) for s in stop if not isinstance(s, str)]}
-    rows: list[Row] = []
-    before: Counter[tuple[int, ...]] = Counter()  # how often a prompt came before
-    for prompt in map(list, prompts):
-        for sample in range(num_samples):
-            random = row_stream(seed, prompt, before[tuple(prompt)], sample) if temperature > 0 else None
-            stream = None if tokenizer is None else tokenizer.stream()
-            rows.append(Row(len(rows), prompt, max_new_tokens, stream=stream, random=random, **settings))
-        before[tuple(prompt)] += 1
-    return rows
+    def _rows(self, columns: int) -> int:
+        room = self.max_rows if self.max_columns is None else self.max_columns // columns
+        return max(1, min(self.max_rows, room))
 
+    def _plan(self, row: Row, cache_row: int) -> int:
+        """Plans the next piece of a prompt; returns its length.
 
-def sampling(rows: Sequence[Row]) -> dict[str, list]:
-    """The arguments of `sampling.sample` for these rows; draws each row's next random number."""
-    settings = {name: [getattr(row, name) for row in rows] for name in ("temperature", "top_k", "top_p")}
-    return {"uniform": [row.uniform() for row in rows]} | settings
+        Prompts are cut at multiples of the whole budget, whatever else runs: where a prompt is cut may not depend on
+        its neighbours. So the last piece of a round may exceed what is left.
+        """
+        stop = min(row.filled + self.budget, len(row.prompt))
+        self.pieces.append(Piece(row, cache_row, row.filled, stop))
+        return stop - row.filled
 
+    def _grow(self) -> None:
+        """A larger cache when the rows need one; as few columns and as many rows as then fit."""
+        if not self.running:
+            return
+        rows, columns = len(self.running), self._columns(self.running)
+        if rows > self.shape[0] or columns > self.shape[1]:
+            room = self._rows(columns)
+            self.shape = (min(room, max(rows, 2 * self.shape[0])), columns)
 
-def push_tokens(rows: Sequence[Row], tokens: Sequence[int]) -> list[Row]:
-    """Gives every running row its next token; returns the rows that ended with it."""
-    running = [(row, token) for row, token in zip(rows, tokens, strict=True) if row.finish_reason is None]
-    for row, token in running:
-        row.push(token)
-    return [row for row, _ in running if row.finish_reason is not None]
+    def compact(self) -> None:
+        """Takes rows that have ended out of `running`, and plans the moves that close the gaps."""
+        ended = [row for row in self.running if row.finish_reason is not None]
+        if not ended:
+            return
+        self.finished += ended
+        self.changed = True
+        kept = [cache_row for cache_row, row in enumerate(self.running) if row.finish_reason is None]
+        ready = [cache_row for cache_row in kept if self.running[cache_row].prefilled]
+        gaps = [cache_row for cache_row in range(len(ready)) if cache_row not in ready]
+        behind = [cache_row for cache_row in ready if cache_row >= len(ready)]
+        self.moves += [(-1, c) for c, row in enumerate(self.running) if row.finish_reason == "nan"]  # NaN is infectious
+        moves = list(zip(behind, gaps, strict=True))
+        moves += [(old, new) for new, old in enumerate(kept[len(ready) :], start=len(ready)) if old != new]
+        for source, target in moves:
+            self.running[target] = self.running[source]
+        del self.running[len(kept) :]
+        self.moves += moves
+
+    @property
+    def slots(self) -> int:
+        """Rows that could run at a time, with the columns that the cache now has."""
+        return self._rows(self.shape[1])
+
+    @property
+    def decoding(self) -> list[Row]:
+        """The rows of the next step: those in cache rows 0, 1, ... whose prompt is through."""
+        return [row for row in self.running if row.prefilled]
+
+    def arrange(self, model: GPT, epoch: int | None) -> int:
+        """Gives the model's cache the shape and the order of rows that are wanted.
+
+        Args:
+            epoch: what the last call returned, the number of the cache's set-up; None at first.
+
+        Raises:
+            RuntimeError: the model's cache was set up by somebody else since.
+        """
+        if epoch is None:
+            model.set_kv_cache(*self.shape)
+        elif model.cache_epoch != epoch:
+            raise RuntimeError("another job took over the model's cache: finish one generate() before the next")
+        while self.moves:
+            model.move_kv_cache(*self.moves.pop(0))
+        if self.changed:
+            model.resize_kv_cache(*self.shape)
+            model.set_row_length([row.columns for row in self.running])
+        return model.cache_epoch
+
+    def push_pieces(self, tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
+        """The pieces are in the cache, and these tokens follow them, (B,)."""
+        for piece in self.pieces:
+            piece.row.filled = piece.stop
+        self._push([piece.row for piece in self.pieces], tokens, logprobs)
+
+    def push(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
+        """One more column of these rows is in the cache, and these tokens follow, (B,)."""
+        for row in rows:
+            row.filled += 1
+        self._push(rows, tokens, logprobs)
+
+    def _push(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            if not row.up_to_date:  # a piece of a prompt, or a row that starts again, whose next token is known
+                self.changed = True
+                continue
+            text = row.push(token, logprob)
+            if text and self.on_text is not None:
+                self.on_text(row, text)
+        self.compact()
+
+    def retire(self) -> list[Row]:
+        """Rows that have ended since the last call."""
+        self.compact()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def halve(self, message: str) -> None:
+        """Memory ran out: only half as many rows from now on. The youngest start again later, a single one fails."""
+        self.pieces, self.changed = [], True
+        if len(self.running) == 1:
+            self.running[0].fail(message)
+            return
+        self.max_rows = len(self.running) // 2
+        print(f"{message.splitlines()[0]:.200}\ngoing on with {self.max_rows} rows at a time", file=sys.stderr)
+        self.max_columns = self.max_rows * self._columns(self.running)
+        for row in reversed(self.running[self.max_rows :]):
+            row.filled = 0
+            self.again.appendleft(row)
+        del self.running[self.max_rows :]
+        self.shape = (self.max_rows, self._columns(self.running))
 
 
 def in_order(rows: Iterable[Row]) -> Iterator[Row]:

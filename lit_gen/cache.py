@@ -55,18 +55,18 @@ def additive(see: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(see.shape, dtype=dtype, device=see.device).masked_fill_(~see, masked_value(dtype))
 
 
-def rectangle(prompts: Sequence[Sequence[int]], side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts of any lengths as one rectangle, padded on the "left" or the "right".
+def rectangle(texts: Sequence[Sequence[int]], side: str, starts: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+    """Texts of any lengths as one rectangle, padded on the "left" or the "right"; text b begins at column starts[b].
 
     Returns:
-        idx (B, T), input_pos (B, T) with -1 for padding, and last (B,), the column where each prompt ends; all int64.
+        idx (B, T), input_pos (B, T) with -1 for padding, and last (B,), the column where each text ends; all int64.
     """
-    T = max(map(len, prompts))
-    idx = torch.zeros(len(prompts), T, dtype=torch.int64)  # what stands in the padding is never seen
+    T = max(map(len, texts))
+    idx = torch.zeros(len(texts), T, dtype=torch.int64)  # what stands in the padding is never seen
     input_pos = torch.full_like(idx, -1)
-    for row, prompt in enumerate(prompts):
-        columns = slice(T - len(prompt), T) if side == "left" else slice(0, len(prompt))
-        idx[row, columns], input_pos[row, columns] = torch.tensor(prompt), torch.arange(len(prompt))
+    for row, (text, start) in enumerate(zip(texts, starts or [0] * len(texts), strict=True)):
+        columns = slice(T - len(text), T) if side == "left" else slice(0, len(text))
+        idx[row, columns], input_pos[row, columns] = torch.tensor(text), torch.arange(start, start + len(text))
     return idx, input_pos, input_pos.argmax(dim=1)
 
 
@@ -113,6 +113,22 @@ class KVCache(nn.Module):
         # zeros, not empty: a masked column has weight 0, and 0 times an old NaN would still be NaN
         self.register_buffer("k", torch.zeros(shape, **factory), persistent=False)  # (rows, ng, S, hs)
         self.register_buffer("v", torch.zeros(shape, **factory), persistent=False)
+
+    def resize(self, n_rows: int, max_seq_length: int) -> None:
+        """More or fewer rows and columns; what fits into the new shape is kept, the rest is zeros."""
+        for name in ("k", "v"):  # one after the other: both would need twice the memory
+            old = getattr(self, name)
+            if old.shape[::2] == (n_rows, max_seq_length):
+                continue
+            rows, columns = min(n_rows, old.size(0)), min(max_seq_length, old.size(2))
+            new = old.new_zeros(n_rows, old.size(1), max_seq_length, old.size(3))
+            new[:rows, :, :columns] = old[:rows, :, :columns]
+            setattr(self, name, new)
+
+    def move(self, source: int, target: int) -> None:
+        """Copies a row; a source of -1 means zeros."""
+        for cached in (self.k, self.v):
+            cached[target] = cached[source] if source >= 0 else 0
 
     def update(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Writes k and v (B, T, ng, hs) and returns what the queries may look at: (B, ng, span, hs) each."""

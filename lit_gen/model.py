@@ -265,13 +265,30 @@ class GPT(nn.Module):
                 attn.kv_cache = None  # the old memory goes before the new is taken
                 attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=weight.device)
         self.cache_epoch += 1
-        self.row_length = torch.tensor(row_length or [0] * batch_size, device=self.wte.weight.device)
+        self.set_row_length(row_length or [0] * batch_size)
+
+    @torch.inference_mode(False)
+    def resize_kv_cache(self, batch_size: int, max_seq_length: int) -> None:
+        """Gives the caches another shape and keeps what fits into it."""
+        for cache in self._caches():
+            cache.resize(batch_size, max_seq_length)
+
+    def move_kv_cache(self, source: int, target: int) -> None:
+        """Copies the keys and values of one row of the batch to another; a source of -1 means zeros."""
+        for cache in self._caches():
+            cache.move(source, target)
+
+    def set_row_length(self, length: Sequence[int]) -> None:
+        """How long each row of the batch will get, (batch_size,): longrope chooses its table by it."""
+        self.row_length = torch.tensor(length, dtype=torch.int64, device=self.wte.weight.device)
+
+    def _caches(self) -> list[KVCache]:
+        return [block.attn.kv_cache for block in self.h if block.attn.kv_cache is not None]
 
     @property
     def cache_bytes(self) -> int:
         """Memory of the caches, in bytes."""
-        caches = [block.attn.kv_cache for block in self.h]
-        return sum(cache.k.nbytes + cache.v.nbytes for cache in caches if cache is not None)
+        return sum(cache.k.nbytes + cache.v.nbytes for cache in self._caches())
 
     def clear_kv_cache(self) -> None:
         """Drops the caches and their memory."""

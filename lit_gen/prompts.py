@@ -1,183 +1,210 @@
-"""What `--prompts` accepts (a list, a text, a .txt or .jsonl file, `-` for stdin), down to token ids."""
+"""What `--prompts` accepts (a list, a text, a .txt or .jsonl file, `-` for stdin), line by line, down to token ids.
 
+`prompt_lines.py` reads one line of a .jsonl file, `openai_batch.py` one in OpenAI's batch format.
+"""
+
+import codecs
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from lit_gen import openai_batch, prompt_lines
+from lit_gen.prompt_lines import Prompt
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
 
 
-@dataclass
-class Prompt:
-    """One prompt: a text or a conversation.
-
-    Attributes:
-        text: what to go on with, or None.
-        messages: `[{"role": ..., "content": ...}, ...]`, or None.
-        id: the user's own name for it, repeated in the output, or None.
-        where: its name in error messages, such as "prompt 3" (counted from 0) or "line 7 of in.jsonl" (from 1).
-    """
-
-    text: str | None
-    messages: list[dict[str, Any]] | None
-    id: str | int | None
-    where: str
-
-
-def read_prompts(prompts: str | list[str]) -> list[Prompt]:
-    """Reads the value of `--prompts`.
+def read_prompts(prompts: str | list[str]) -> Iterator[Prompt]:
+    """Reads the value of `--prompts`, a line only when it is asked for.
 
     - a list: a prompt each; the empty text is a prompt
     - `-`: stdin, as a .jsonl file if its first line that is not blank begins with `{`, else as a .txt file
     - a path that ends in .txt: a prompt a line. The line break is no part of it, and blank lines are skipped
-    - a path that ends in .jsonl: an object a line, either `{"prompt": "..."}` or
-      `{"messages": [{"role": "...", "content": "..."}]}`, with an `"id"` if you like. Blank lines are skipped
+    - a path that ends in .jsonl: an object a line, with `"prompt"` (a text or a list of token ids) or `"messages"`
+      (`[{"role": "...", "content": "..."}]`), and if you like with an `"id"` and with settings by name; or a request in
+      OpenAI's batch format (openai_batch.py). null as a setting means not given. Blank lines are skipped
     - any other text: one prompt
 
-    Files are UTF-8; a byte order mark and Windows line breaks are accepted.
+    Files are UTF-8; a byte order mark and Windows line breaks are accepted. What is wrong with a line is its prompt's
+    `error`, and nothing is raised. Memory does not grow with the file, but for 8 bytes (a digest) of each id.
 
     Raises:
-        UserError: the file cannot be read, there is no prompt, or one is malformed (names the line).
+        UserError: at once if the file cannot be read; at the end if there was no prompt.
     """
     if isinstance(prompts, list):
-        found = [Prompt(text, None, None, f"prompt {i}") for i, text in enumerate(prompts)]
-        source = "the list"
-    elif prompts == "-":
-        source = "stdin"
+        return _some(_read_list(prompts), "the list")
+    if prompts == "-":
         if sys.stdin is None:
             raise UserError("stdin is closed: give the prompts in another way")
-        found = _read_lines(sys.stdin.buffer, source, jsonl=None)
-    elif prompts.endswith((".txt", ".jsonl")):
-        source = prompts
-        try:
-            with Path(prompts).open("rb") as file:
-                found = _read_lines(file, source, jsonl=prompts.endswith(".jsonl"))
-        except OSError as err:
-            raise UserError(
-                f'cannot read the prompts file {prompts!r}: {err.strerror} (if it is a prompt, write ["..."])'
-            ) from err
-    elif prompts.lstrip().startswith('["'):
+        return _some(_read_file(nullcontext(sys.stdin.buffer), "stdin", jsonl=None), "stdin")
+    if _is_path(prompts):
+        source = prompts if prompts.isprintable() else ascii(prompts)
+        return _some(_read_file(_open(prompts), source, jsonl=prompts.endswith(".jsonl")), source)
+    if prompts.lstrip().startswith('["'):
         raise UserError(f"--prompts looks like a JSON list of texts but is none: {prompts[:60]!r}")
-    else:
-        source, found = "the text", [Prompt(prompts, None, None, "prompt 0")]
+    return _read_list([prompts])
+
+
+def strict_prompts(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """The same prompts; raises UserError at the first that has an error."""
+    for prompt in prompts:
+        if prompt.error is not None:
+            raise UserError(prompt.error)
+        yield prompt
+
+
+def digest_prompts(prompts: str | list[str]) -> tuple[str, int]:
+    """The sha256 of all prompts (of a file its bytes, else those of the list as JSON), and how many there are.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    assert prompts != "-", "stdin can be read only once"
+    if isinstance(prompts, list) or not _is_path(prompts):
+        texts = prompts if isinstance(prompts, list) else [prompts]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest(), len(texts)
+    digest, count = hashlib.sha256(), 0
+    with _open(prompts) as file:
+        for number, line in enumerate(file, start=1):
+            digest.update(line)
+            count += not _is_blank(_content(line, number))
+    return digest.hexdigest(), count
+
+
+def _is_path(prompts: str) -> bool:
+    return prompts.endswith((".txt", ".jsonl"))
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return Path(path).open("rb")
+    except OSError as err:
+        raise UserError(
+            f'cannot read the prompts file {path!r}: {err.strerror} (if it is a prompt, write ["..."])'
+        ) from err
+
+
+def _some(prompts: Iterator[Prompt], source: str) -> Iterator[Prompt]:
+    """The same prompts; UserError at the end if there was none."""
+    found = False
+    for prompt in prompts:
+        found = True
+        yield prompt
     if not found:
         raise UserError(f"no prompt in {source}: give at least one")
-    _check(found)
-    return found
 
 
-def _read_lines(file: BinaryIO, source: str, jsonl: bool | None) -> list[Prompt]:
+def _read_list(texts: list[str]) -> Iterator[Prompt]:
+    for index, text in enumerate(texts):
+        where = f"prompt {index}"
+        try:  # what Python makes of an argument that is not UTF-8
+            prompt_lines.check_unicode(text)
+        except UserError as err:
+            yield Prompt(where=where, index=index, error=f"{where}: {err}")
+        else:
+            yield Prompt(text=text, where=where, index=index)
+
+
+def _read_file(opened: AbstractContextManager[BinaryIO], source: str, jsonl: bool | None) -> Iterator[Prompt]:
     """A prompt per line that is not blank; `jsonl=None` lets the first of them decide the format."""
-    found = []
-    for number, line in enumerate(file, start=1):
-        where = f"line {number} of {source}"
-        try:
-            text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as err:
-            raise UserError(f"{where} is not UTF-8 (byte {err.start + 1} of the line): save the file as UTF-8") from err
-        if not text.strip():
-            continue
-        if jsonl is None:
-            jsonl = text.lstrip().startswith("{")
-        found.append(_parse_line(text, where) if jsonl else Prompt(text, None, None, where))
-    return found
+    index, seen = 0, set()
+    with opened as file:
+        for number, raw in enumerate(file, start=1):
+            line, where = _content(raw, number), f"line {number} of {source}"
+            if _is_blank(line):
+                continue
+            if jsonl is None:
+                jsonl = line.lstrip().startswith(b"{")
+            prompt = (_parse_json if jsonl else _parse_text)(line, where, index)
+            if prompt.id is not None:
+                name = hashlib.blake2b(repr(prompt.id).encode(), digest_size=8).digest()
+                key = int.from_bytes(name, "big")
+                if key in seen and prompt.error is None:
+                    prompt = _failed(prompt, f"an earlier line has the id {prompt.id!r:.40} too: ids must differ")
+                seen.add(key)
+            yield prompt
+            index += 1
 
 
-def _parse_line(text: str, where: str) -> Prompt:
-    """One line of a .jsonl file."""
+def _content(line: bytes, number: int) -> bytes:
+    """A line, counted from 1, without its line break, and without the mark that may begin a file."""
+    line = line.removesuffix(b"\n").removesuffix(b"\r")
+    return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line.decode(errors="replace").strip()
+
+
+def _parse_text(line: bytes, where: str, index: int) -> Prompt:
+    """One line of a .txt file."""
+    prompt = Prompt(where=where, index=index)
     try:
-        data = json.loads(text, object_pairs_hook=_object)
+        prompt.text = line.decode()
+    except UnicodeDecodeError as err:
+        return _failed(prompt, prompt_lines.not_utf8(err))
+    return prompt
+
+
+def _parse_json(line: bytes, where: str, index: int) -> Prompt:
+    """One line of a .jsonl file."""
+    prompt = Prompt(where=where, index=index)
+    try:
+        data, problem = prompt_lines.load_object(line)
+        is_openai = "custom_id" in data
+        prompt.id = prompt_lines.as_name(data.get("custom_id" if is_openai else "id"))
+        if is_openai:
+            prompt.openai = openai_batch.identify(data)
+        if problem:
+            raise UserError(problem)
+        prompt_lines.check_unicode(data)
+        (openai_batch.fill if is_openai else prompt_lines.fill)(prompt, data)
     except UserError as err:
-        raise UserError(f"{where}: {err}") from err
-    except json.JSONDecodeError as err:
-        raise UserError(f"{where} is not valid JSON: {err.msg} at column {err.colno}") from err
-    except (ValueError, RecursionError) as err:  # a number of more than 4300 digits; brackets nested too deep
-        raise UserError(f"{where} is not acceptable JSON: {err}") from err
-    if not isinstance(data, dict):
-        raise UserError(f'{where} holds a {type(data).__name__}, but must be an object such as {{"prompt": "..."}}')
-    unknown = sorted(data.keys() - {"prompt", "messages", "id"})
-    if unknown:
-        raise UserError(f"{where} has the unknown key {unknown[0]!r}: only prompt, messages and id are read")
-    if ("prompt" in data) == ("messages" in data):
-        raise UserError(f"{where} must have either the key prompt or the key messages")
-    if "prompt" in data and not isinstance(data["prompt"], str):
-        raise UserError(f"{where}: prompt is {data['prompt']!r:.40}, but must be a string")
-    if "messages" in data:
-        _check_messages(data["messages"], where)
-    if "id" in data and (not isinstance(data["id"], str | int) or isinstance(data["id"], bool)):
-        raise UserError(f"{where}: id is {data['id']!r:.40}, but must be a string or an integer")
-    return Prompt(data.get("prompt"), data.get("messages"), data.get("id"), where)
+        return _failed(prompt, err)
+    return prompt
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two equal keys Python would silently drop the first."""
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise UserError(f"an object has two keys of the same name among {', '.join(key for key, _ in pairs):.80}")
-    return data
+def _failed(prompt: Prompt, error: UserError | str) -> Prompt:
+    """What is left of a prompt that cannot be run: its names and the reason."""
+    names = {"id": prompt.id, "where": prompt.where, "index": prompt.index, "openai": prompt.openai}
+    return Prompt(**names, error=f"{prompt.where}: {error}")
 
 
-def _check_messages(messages: Any, where: str) -> None:
-    """Messages are role and content; other keys are the chat template's to read."""
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{where}: messages must be a list with at least one message")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f"{where}: message {i} must be an object with the strings role and content")
-
-
-def _check(prompts: Iterable[Prompt]) -> None:
-    """Refuses ids given twice, and text that no UTF-8 file can hold."""
-    seen: dict[str | int, str] = {}
-    for prompt in prompts:
-        try:
-            json.dumps([prompt.text, prompt.messages, prompt.id], ensure_ascii=False).encode()
-        except UnicodeEncodeError as err:
-            raise UserError(
-                f"{prompt.where} holds half of a surrogate pair ({err.object[err.start]!r}), which is no character"
-            ) from err
-        if prompt.id is not None:
-            if prompt.id in seen:
-                raise UserError(
-                    f"{prompt.where} has the id {prompt.id!r:.40}, as {seen[prompt.id]} has: ids must differ"
-                )
-            seen[prompt.id] = prompt.where
-
-
-def encode_prompts(prompts: list[Prompt], tokenizer: Tokenizer, *, chat: bool) -> list[list[int]]:
-    """Token ids of every prompt; one without any becomes the BOS token, or the EOS token if there is no BOS.
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, *, chat: bool) -> list[int]:
+    """Token ids of a prompt; one without any becomes the BOS token, or the EOS token if there is no BOS.
 
     Args:
-        prompts: what `read_prompts` gives.
+        prompt: one without error. Token ids that the user gave are used as they are.
         tokenizer: of the model.
-        chat: render texts with the chat template, as one message of the user; messages always are.
+        chat: render texts with the chat template, as one message of the user; messages always are, and texts for
+            OpenAI's /v1/completions never.
 
     Raises:
         UserError: names the prompt that cannot be encoded.
     """
-    encoded = []
-    for prompt in prompts:
-        try:
-            if prompt.messages is not None:
-                ids = tokenizer.encode_chat(prompt.messages).tolist()
-            elif chat:
-                ids = tokenizer.encode_chat([{"role": "user", "content": prompt.text}]).tolist()
-            else:
-                ids = tokenizer.encode(prompt.text).tolist()
-        except UserError as err:
-            raise UserError(f"{prompt.where}: {err}") from err
-        if not ids:
-            first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-            if first is None:
-                raise UserError(f"{prompt.where} has no tokens, and there is no BOS or EOS token to start from")
-            ids = [first]
-        encoded.append(ids)
-    return encoded
+    assert prompt.error is None, f"a prompt with an error cannot be run: {prompt.error}"
+    if prompt.ids is not None:
+        return prompt.ids
+    try:
+        if prompt.messages is not None:
+            ids = tokenizer.encode_chat(prompt.messages).tolist()
+        elif chat and prompt.openai is None:
+            ids = tokenizer.encode_chat([{"role": "user", "content": prompt.text}]).tolist()
+        else:
+            ids = tokenizer.encode(prompt.text).tolist()
+    except UserError as err:
+        raise UserError(f"{prompt.where}: {err}") from err
+    if not ids:
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if first is None:
+            raise UserError(f"{prompt.where} has no tokens, and there is no BOS or EOS token to start from")
+        ids = [first]
+    return ids
 
 
 def printable(text: str) -> str:

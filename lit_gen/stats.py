@@ -8,7 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Stats:
         steps: decode steps.
         decode_seconds: time in decode steps.
         live_rows: running rows, summed over the decode steps.
+        slots: rows that could have run, summed likewise.
+        live_rows_before_tail, slots_before_tail: the same, of the steps during which more rows waited.
         bytes_read: bytes that the decode steps had to read: per step the weights once (of an embedding table that is
             not also the head only the rows looked up) and the cache columns up to each row's position.
         cache_bytes: memory of the key/value cache.
@@ -56,26 +58,32 @@ class Stats:
     steps: int = 0
     decode_seconds: float = 0.0
     live_rows: int = 0
+    slots: int = 0
+    live_rows_before_tail: int = 0
+    slots_before_tail: int = 0
     bytes_read: int = 0
     cache_bytes: int = 0
     peak_memory: int = 0
+    traffic: "Traffic | None" = field(default=None, repr=False)
 
-    def add_prefill(self, prompt_tokens: int, seconds: float) -> None:
-        """Counts a prefill of one or more rows, which also chose their first tokens."""
+    def add_prefill(self, model: GPT, prompt_tokens: int, seconds: float) -> None:
+        """Counts a prefill of one or more rows, which also chose their first tokens, and takes the model's measures."""
         if self.time_to_first_token is None:
             self.time_to_first_token = seconds
+        self.cache_bytes = max(self.cache_bytes, model.cache_bytes)
+        if self.traffic is None:
+            self.traffic = Traffic(model)
         self.prompt_tokens += prompt_tokens
         self.prefill_seconds += seconds
 
-    def watch(self, model: GPT) -> None:
-        """Takes the measures of a model whose caches are set up: `add_step` counts what it reads."""
-        self.cache_bytes = max(self.cache_bytes, model.cache_bytes)
-        self.traffic = Traffic(model)
-
-    def add_step(self, live_rows: int, position: Sequence[int], seconds: float) -> None:
-        """Counts one decode step of `live_rows` running rows; `position`, (B,), is where all of its rows stand."""
+    def add_step(self, position: Sequence[int], seconds: float, slots: int, more: bool) -> None:
+        """Counts a decode step of rows at these positions, (B,), of `slots` that could have run; `more` rows waited."""
         self.steps += 1
-        self.live_rows += live_rows
+        self.live_rows += len(position)
+        self.slots += slots
+        if more:
+            self.live_rows_before_tail += len(position)
+            self.slots_before_tail += slots
         self.bytes_read += self.traffic.step(position)
         self.decode_seconds += seconds
 
@@ -101,9 +109,19 @@ class Stats:
         return _rate(self.steps, self.decode_seconds)
 
     @property
-    def mean_occupancy(self) -> float:
+    def mean_rows(self) -> float:
         """Running rows per decode step."""
         return _rate(self.live_rows, self.steps)
+
+    @property
+    def occupancy(self) -> float:
+        """Part of the rows that could have run which did."""
+        return _rate(self.live_rows, self.slots)
+
+    @property
+    def occupancy_before_tail(self) -> float:
+        """The same, as long as more rows waited."""
+        return _rate(self.live_rows_before_tail, self.slots_before_tail)
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -118,8 +136,8 @@ class Stats:
             f"prefill: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s, "
             f"{self.prefill_tokens_per_second:.1f} tokens/s{first}\n"
             f"decode: {self.decode_tokens_per_second:.1f} kept tokens/s, {self.steps} steps in "
-            f"{self.decode_seconds:.2f} s ({self.steps_per_second:.2f}/s), {self.mean_occupancy:.1f} rows per step, "
-            f"{self.gigabytes_per_second:.1f} GB/s\n"
+            f"{self.decode_seconds:.2f} s ({self.steps_per_second:.2f}/s), {self.mean_rows:.1f} rows per step "
+            f"({self.occupancy:.0%} of those that could run), {self.gigabytes_per_second:.1f} GB/s\n"
             f"{self.rows} rows, {self.new_tokens} new tokens kept; "
             f"cache {self.cache_bytes / 1e9:.2f} GB, peak memory {self.peak_memory / 1e9:.2f} GB"
         )
@@ -127,7 +145,8 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """All counters and rates, by name."""
         rates = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        return asdict(self) | {name: getattr(self, name) for name in rates}
+        counters = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "traffic"}
+        return counters | {name: getattr(self, name) for name in rates}
 
     def publish(self, device: torch.device, file: PathLike | None) -> None:
         """Reports to stderr, and to a JSON file if one is named."""

@@ -1,15 +1,18 @@
 """When a row ends: stop tokens, sequences and strings, or its length; and which of its text may be shown already."""
 
 from collections.abc import Collection, Sequence
-from numbers import Integral
 from typing import Literal
 
 import numpy as np
+import torch
 
+from lit_gen.penalties import Processor
+from lit_gen.sampling import Sampler, row_stream
+from lit_gen.settings import Settings
 from lit_gen.tokenizer_backends import TextStream
-from lit_gen.utils import UserError
 
-FinishReason = Literal["stop", "length", "nan"]
+FinishReason = Literal["stop", "length", "nan", "error"]
+LogProb = tuple[float, list[tuple[int, float]]]  # of the token, and of the best tokens by id
 
 
 class Row:
@@ -26,40 +29,46 @@ class Row:
     counts once they are known not to be one.
 
     Attributes:
-        index: place of the prompt in the input.
-        prompt: its token ids.
+        index: its place among the rows that are run, prompt by prompt.
+        prompt: token ids of the prompt.
+        settings: how to go on from it.
+        prompt_index: place of the prompt in the input.
+        sample: which of the prompt's `settings.n` rows this is.
         tokens: new token ids. After a stop string, those whose text lies wholly before it.
-        finish_reason: None while running; then "stop", "length" (max_new_tokens reached) or "nan" (no token to choose).
+        logprobs: one entry per token, if `settings.logprobs` asks for them.
+        finish_reason: None while running; then "stop", "length" (max_new_tokens reached), "nan" (no token to choose) or
+            "error".
+        error: what went wrong, after "nan" and "error".
+        filled: cache columns that hold its tokens.
     """
 
     def __init__(
         self,
         index: int,
         prompt: list[int],
-        max_new_tokens: int,
+        settings: Settings,
         *,
+        prompt_index: int = 0,
+        sample: int = 0,
+        occurrence: int = 0,
         stop_ids: Collection[int] = frozenset(),
-        stop_sequences: Sequence[Sequence[int]] = (),
-        stop_strings: Sequence[str] = (),
         stream: TextStream | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        random: np.random.Generator | None = None,
     ) -> None:
-        assert all(stop_sequences) and all(stop_strings), "an empty stop would end every row"
-        assert stream is not None or not stop_strings, "stop strings need the text"
-        self.index = index
+        self.index, self.prompt_index, self.sample = index, prompt_index, sample
         self.prompt = prompt
-        self.max_new_tokens = max_new_tokens
+        self.settings = settings
         self.stop_ids = stop_ids
-        self.stop_sequences = [list(stop) for stop in stop_sequences]
-        self.stop_strings = stop_strings
+        self.stop_strings = [stop for stop in settings.stop if isinstance(stop, str)]
+        self.stop_sequences = [list(stop) for stop in settings.stop if not isinstance(stop, str)]
+        assert stream is not None or not self.stop_strings, "stop strings need the text"
         self.stream = stream
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.random = random
         self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = "length" if max_new_tokens == 0 else None
+        self.logprobs: list[LogProb] | None = None if settings.logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.filled = 0
+        self._occurrence = occurrence
+        self._noise: np.ndarray | None = None
         self._decoded = 0  # so many tokens went into the stream
         self._shown: list[str] = []
         self._held = ""  # the end of the text that may begin a stop string
@@ -67,18 +76,41 @@ class Row:
     @property
     def columns(self) -> int:
         """Cache columns that the row may need: its last token is never fed back."""
-        return len(self.prompt) + self.max_new_tokens - 1
+        return len(self.prompt) + self.settings.max_new_tokens - 1
 
-    def uniform(self) -> float:
-        """The row's next random number, in [0, 1); it draws none when it is finished or has no generator."""
-        return 0.0 if self.random is None or self.finish_reason is not None else self.random.random()
+    @property
+    def noise(self) -> np.ndarray | None:
+        """(max_new_tokens,) float64 random numbers in [0, 1), the t-th for its t-th token; None if it is greedy."""
+        if self.settings.temperature > 0 and self._noise is None:
+            stream = row_stream(self.settings.seed, self.prompt, self._occurrence, self.sample)
+            self._noise = stream.random(self.settings.max_new_tokens)
+        return self._noise
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the whole prompt is in the cache."""
+        return self.filled >= len(self.prompt)
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether everything before the next token is in the cache; not so for a row that starts again."""
+        return self.filled == len(self.prompt) + len(self.tokens)
+
+    @property
+    def next_input(self) -> int:
+        """The token to feed at cache column `filled`."""
+        return self.tokens[self.filled - len(self.prompt)]
+
+    def fail(self, message: str) -> None:
+        """Ends the row with an error."""
+        self.finish_reason, self.error = "error", message
 
     @property
     def text(self) -> str:
         """The new text so far, without the stop; "" if no stream was given."""
         return "".join(self._shown) + self._held
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, logprob: LogProb | None = None) -> str:
         """Takes the next token, -1 if the row's logits were broken, and returns the text that may be shown now."""
         assert self.finish_reason is None, f"row {self.index} is finished ({self.finish_reason}) and got a token"
         reason: FinishReason | None = None
@@ -86,16 +118,24 @@ class Row:
             reason = "nan"
         else:
             self.tokens.append(token)
+            if self.logprobs is not None and logprob is not None:
+                self.logprobs.append(logprob)
             ended = [len(stop) for stop in self.stop_sequences if self.tokens[-len(stop) :] == stop]
             if token in self.stop_ids or ended:
                 del self.tokens[-max(ended, default=1) :]
                 reason = "stop"
-            elif len(self.tokens) == self.max_new_tokens:
+            elif len(self.tokens) == self.settings.max_new_tokens:
                 reason = "length"
+        shown = ""
         if self.stream is None:
             self.finish_reason = reason
-            return ""
-        return self._read(self.stream, reason)
+        else:
+            shown = self._read(self.stream, reason)
+        if self.finish_reason == "nan":
+            self.error = f"the logits of new token {len(self.tokens)} are not numbers"
+        if self.finish_reason is not None and self.logprobs is not None:
+            del self.logprobs[len(self.tokens) :]
+        return shown
 
     def _read(self, stream: TextStream, reason: FinishReason | None) -> str:
         """Decodes the tokens that no longer wait, and looks for stop strings; returns what may be shown."""
@@ -132,13 +172,7 @@ def _overlap(text: Sequence, stops: Sequence[Sequence]) -> int:
     return 0
 
 
-def check_stops(stops: Sequence[str | Sequence[int]]) -> None:
-    """Raises UserError for what is no list of texts and id sequences, and for an empty stop, which would end all."""
-    if not isinstance(stops, list | tuple):
-        raise UserError(f"stop is {stops!r:.40}, but must be a list of texts or of lists of token ids")
-    for i, stop in enumerate(stops):
-        ids = isinstance(stop, list | tuple) and all(isinstance(token, Integral) for token in stop)
-        if not isinstance(stop, str) and not ids:
-            raise UserError(f"stop {i} is {stop!r:.40}, but must be a text or a list of token ids")
-        if len(stop) == 0:
-            raise UserError(f"stop {i} is empty: leave it out")
+def sampler_of(rows: Sequence[Row], device: torch.device, processors: Sequence[Processor] = ()) -> Sampler:
+    """Chooses the next tokens of these rows, from where each stands now."""
+    settings, prompts, tokens, noise = zip(*((r.settings, r.prompt, r.tokens, r.noise) for r in rows), strict=True)
+    return Sampler(settings, prompts, tokens, noise, device, processors)

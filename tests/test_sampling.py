@@ -1,13 +1,15 @@
 """Claims of lit_gen/sampling.py: what is kept, what is drawn, and that a row of a batch is the row alone."""
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lit_gen.sampling import check_sampling, row_stream, sample
+from lit_gen.sampling import Sampler, row_stream
+from lit_gen.settings import Settings
 from lit_gen.utils import UserError
 
 LOGITS = torch.tensor([[0.5, -1.2, 3.1, 0.8, -0.3, 2.7, -0.9, 1.4]])
@@ -15,14 +17,37 @@ V = 49152
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@lru_cache
+def settings_of(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Settings:
+    return Settings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def sample(logits: torch.Tensor, uniform, temperature, top_k=None, top_p=None, min_p=None) -> torch.Tensor:
+    """The first step of rows with these settings, one entry per row, at these numbers."""
+    B = len(logits)
+    columns = (temperature, *(column or [None] * B for column in (top_k, top_p, min_p)))
+    noise = np.asarray(uniform, dtype=np.float64)[:, None]
+    sampler = Sampler([settings_of(*row) for row in zip(*columns, strict=True)], [[0]] * B, [[]] * B, noise, "cpu")
+    return sampler(logits)
+
+
 def evenly(n: int) -> np.ndarray:
     """n numbers that lie evenly in [0, 1): every token of more than 1/n probability is hit."""
     return (np.arange(n) + 0.5) / n
 
 
-def draws(logits: torch.Tensor, temperature: float, top_k=None, top_p=None, n: int = 1000) -> list[int]:
+def draws(logits: torch.Tensor, temperature: float, top_k=None, top_p=None, min_p=None, n: int = 1000) -> list[int]:
     """Tokens of one row (1, V) at n evenly spaced numbers."""
-    return sample(logits.expand(n, -1), evenly(n), [temperature] * n, [top_k] * n, [top_p] * n).tolist()
+    settings = ([x] * n for x in (temperature, top_k, top_p, min_p))
+    return sample(logits.expand(n, -1), evenly(n), *settings).tolist()
+
+
+def p_value(counts: torch.Tensor, p: torch.Tensor) -> float:
+    """How often counts come out at least so far from what p expects (chi-squared test), if p is true."""
+    expected = counts.sum() * p[p > 0]
+    assert counts[p == 0].sum() == 0 and expected.min() > 5
+    distance = ((counts[p > 0] - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc((len(expected) - 1) / torch.tensor(2.0).double(), distance / 2).item()
 
 
 def random_logits(rows: int, dtype: torch.dtype, vocabulary: int = V, spread: float = 3.0) -> torch.Tensor:
@@ -30,25 +55,26 @@ def random_logits(rows: int, dtype: torch.dtype, vocabulary: int = V, spread: fl
     return (torch.randn(rows, vocabulary, generator=generator) * spread).to(dtype)
 
 
-SETTINGS = [(0.0, None, None), (1.0, None, None), (0.7, 50, None), (0.7, None, 0.9), (1.3, 1000, 0.5)]
-SETTINGS += [(0.0, 5, 0.5), (0.5, 3000, 0.999), (1.0, 1, None), (1.0, None, 0.0), (1e-300, None, None)]
-SETTINGS += [(3.0, None, 0.98), (1.0, V + 1, 1.0)]
+SETTINGS = [(0.0, None, None, None), (1.0, None, None, None), (0.7, 50, None, None), (0.7, None, 0.9, None)]
+SETTINGS += [(1.3, 1000, 0.5, None), (0.0, 5, 0.5, 0.5), (0.5, 3000, 0.999, None), (1.0, 1, None, None)]
+SETTINGS += [(1.0, None, 0.0, None), (1e-300, None, None, None), (3.0, None, 0.98, None), (1.0, V + 1, 1.0, None)]
+SETTINGS += [(1.0, None, None, 0.05), (2.0, 70, None, 0.001), (1.5, 700, 0.97, 0.01)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [V, 1001])
 def test_row_of_a_batch_is_the_row_alone(dtype, vocabulary):
-    """64 different rows with 12 kinds of settings side by side; every row alone, and the batch backwards."""
+    """64 different rows with 15 kinds of settings side by side; every row alone, and the batch backwards."""
     B = 64
     logits = random_logits(B, dtype, vocabulary)
     uniform = np.random.default_rng(0).random(B)
-    temperature, top_k, top_p = zip(*(SETTINGS[i % len(SETTINGS)] for i in range(B)), strict=True)
-    together = sample(logits, uniform, temperature, top_k, top_p)
+    columns = list(zip(*(SETTINGS[i % len(SETTINGS)] for i in range(B)), strict=True))
+    together = sample(logits, uniform, *columns)
     for b in range(0, B, 1 if vocabulary < V else 5):
         one = slice(b, b + 1)
-        alone = sample(logits[one].clone(), uniform[one], temperature[one], top_k[one], top_p[one])
+        alone = sample(logits[one].clone(), uniform[one], *(column[one] for column in columns))
         assert alone.tolist() == [together[b].item()], (b, SETTINGS[b % len(SETTINGS)])
-    backwards = sample(logits.flip(0), uniform[::-1].copy(), temperature[::-1], top_k[::-1], top_p[::-1])
+    backwards = sample(logits.flip(0), uniform[::-1].copy(), *(column[::-1] for column in columns))
     assert torch.equal(backwards.flip(0), together)
     assert together.dtype == torch.int64 and together.shape == (B,)
 
@@ -57,7 +83,7 @@ def test_logits_are_not_changed():
     for dtype in (torch.float64, *DTYPES):
         logits = random_logits(3, dtype, 100)
         before = logits.clone()
-        sample(logits, [0.5] * 3, [0.0, 1.0, 2.0], [None, 5, None], [None, None, 0.5])
+        sample(logits, [0.5] * 3, [0.0, 1.0, 2.0], [None, 5, None], [None, None, 0.5], [0.5, None, 0.1])
         assert torch.equal(logits, before)
 
 
@@ -139,6 +165,35 @@ def test_top_p_looks_at_what_top_k_left():
     assert set(draws(LOGITS, 1.0, None, 0.85)) == {2, 5, 7}
 
 
+def test_min_p_is_relative_to_the_best_token():
+    logits = torch.tensor([[0.4, 0.3, 0.1, 0.1, 0.05, 0.05]], dtype=torch.float64).log()
+    assert set(draws(logits, 1.0, min_p=0)) == set(range(6))
+    assert set(draws(logits, 1.0, min_p=1e-300)) == set(range(6))
+    assert set(draws(logits, 1.0, min_p=0.12)) == {0, 1, 2, 3, 4, 5}
+    assert set(draws(logits, 1.0, min_p=0.13)) == {0, 1, 2, 3}
+    assert set(draws(logits, 1.0, min_p=0.74)) == {0, 1}
+    assert set(draws(logits, 1.0, min_p=0.76)) == {0}
+    assert set(draws(torch.tensor([[0.0, 1.0, 0.999999, 1.0]]), 1.0, min_p=1)) == {1, 3}  # equals are all kept
+
+
+def test_min_p_keeps_what_reaches_it_exactly():
+    """At a temperature of 1 / log(2) a logit of -n is a probability of 2**-n of the best one's."""
+    logits = -torch.arange(8.0)[None]
+    temperature = 1 / math.log(2)
+    for n in range(1, 7):
+        share = math.floor(math.exp(-n / temperature) * 2**44) * 2.0**-44  # what the weights make of 2**-n
+        assert share == pytest.approx(2.0**-n, rel=1e-12)
+        assert set(draws(logits, temperature, min_p=share)) == set(range(n + 1))
+        assert set(draws(logits, temperature, min_p=share + 2.0**-44)) == set(range(n))
+
+
+def test_order_is_temperature_top_p_min_p():
+    logits = torch.tensor([[0.4, 0.3, 0.1, 0.1, 0.1]], dtype=torch.float64).log()
+    # min_p leaves 0.4 and 0.3; of their own sum the best has 0.57, and then top_p would keep it alone
+    assert set(draws(logits, 1.0, None, 0.5, 0.5)) == {0, 1}
+    assert set(draws(logits, 2.0, None, None, 0.49)) == {0, 1, 2, 3, 4}  # sqrt(0.1 / 0.4) = 0.5
+
+
 def test_temperature_comes_before_top_p():
     assert set(draws(LOGITS, 1.0, None, 0.72)) == {2, 5}
     assert set(draws(LOGITS, 3.0, None, 0.72)) == {2, 5, 7, 3, 0}
@@ -146,11 +201,22 @@ def test_temperature_comes_before_top_p():
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 5.0])
 @pytest.mark.parametrize(
-    "setting", [(1.0, 7, None), (0.6, None, 0.8), (1.7, 40, 0.9), (2.5, 250, 0.3), (0.3, None, 0.05)]
+    "setting",
+    [
+        (1.0, 7, None, None),
+        (0.6, None, 0.8, None),
+        (1.7, 40, 0.9, None),
+        (2.5, 250, 0.3, None),
+        (0.3, None, 0.05, None),
+        (1.0, None, None, 0.05),
+        (1.5, 100, None, 0.002),
+        (1.3, None, 0.95, 0.02),
+        (2.0, 60, 0.9, 0.1),
+    ],
 )
 def test_kept_tokens_are_those_of_transformers(setting, spread):
-    """Sets that float32 leaves in doubt (a cumulative sum within 1e-5 of top_p) are left out; there are few."""
-    temperature, top_k, top_p = setting
+    """Sets that float32 leaves in doubt are left out: a sum within 1e-5 of top_p, a token within 1e-5 of min_p."""
+    temperature, top_k, top_p, min_p = setting
     logits = random_logits(20, torch.float32, 300, spread)
     doubtful = 0
     for row in logits.split(1):
@@ -163,10 +229,16 @@ def test_kept_tokens_are_those_of_transformers(setting, spread):
                 doubtful += 1
                 continue
             theirs = TopPLogitsWarper(top_p)(None, theirs)
+        if min_p is not None:
+            relative = (theirs.double() - theirs.max()).exp()
+            if (relative / min_p - 1).abs().min() < 1e-5:
+                doubtful += 1
+                continue
+            theirs = MinPLogitsWarper(min_p)(None, theirs)
         p = torch.softmax(theirs[0].double(), -1)
         middle = (p.cumsum(-1) - p / 2)[p > 0]  # the middle of a kept token's share draws just that token
         n = len(middle)
-        ours = sample(row.expand(n, -1), middle, [temperature] * n, [top_k] * n, [top_p] * n)
+        ours = sample(row.expand(n, -1), middle, *([x] * n for x in setting))
         assert ours.tolist() == p.nonzero().squeeze(1).tolist()
     assert doubtful <= 3
 
@@ -208,20 +280,48 @@ def test_rare_tokens_have_their_share():
         )
 
 
-def test_draws_follow_the_distribution():
-    """Chi-square of 20,000 draws with a fixed seed; 99.9 % of good samplers stay below the bound."""
-    n, bound = 20_000, {7: 24.32, 3: 16.27}  # degrees of freedom: quantile
+# temperature, top_k, top_p, min_p, and the ids they keep of LOGITS
+KEPT = [
+    ((1.0, None, None, None), range(8)),
+    ((0.7, None, None, None), range(8)),
+    ((1.5, 4, None, None), (2, 5, 7, 3)),
+    ((1.5, 5, 0.85, None), (2, 5, 7, 3)),
+    ((2.0, None, 0.75, None), (2, 5, 7, 3)),
+    ((1.0, None, None, 0.1), (2, 5, 7, 3)),
+    ((3.0, 6, 0.9, 0.35), (2, 5, 7, 3, 0)),
+]
+
+
+@pytest.mark.parametrize(("setting", "kept"), KEPT)
+def test_draws_follow_the_distribution(setting, kept):
+    """Chi-squared test of 20,000 draws at the level of 0.1 %: of good samplers with other seeds one in 1,000 fails."""
+    n = 20_000
     u = row_stream(1, [1, 2], 0, 0).random(n)
-    cases = ((1.0, None, None, 7), (0.7, None, None, 7), (1.5, 4, None, 3), (1.5, 5, 0.85, 3))
-    for temperature, top_k, top_p, degrees in cases:
-        tokens = sample(LOGITS.expand(n, -1), u, [temperature] * n, [top_k] * n, [top_p] * n)
-        p = torch.softmax(LOGITS[0].double() / temperature, -1)
-        if degrees == 3:
-            p[p < p.sort(descending=True).values[3]] = 0
-            p /= p.sum()
-        counts = torch.bincount(tokens, minlength=8).double()
-        assert counts[p == 0].sum() == 0
-        assert (((counts - n * p) ** 2 / (n * p))[p > 0]).sum() < bound[degrees]
+    tokens = sample(LOGITS.expand(n, -1), u, *([x] * n for x in setting))
+    p = torch.zeros(8, dtype=torch.float64)
+    p[list(kept)] = torch.softmax(LOGITS[0, list(kept)].double() / setting[0], -1)
+    assert p_value(torch.bincount(tokens, minlength=8), p) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        pytest.param([(7, [1, 2, 3], 0, 0), (7, [1, 2], 0, 0)], id="one seed, two prompts"),
+        pytest.param([(7, [1, 2, 3], 0, 0), (7, [1, 2, 3], 0, 1)], id="two samples of one prompt"),
+        pytest.param([(7, [1, 2, 3], 0, 0), (7, [1, 2, 3], 1, 0)], id="one prompt twice"),
+        pytest.param([(7, [1, 2, 3], 0, 0), (8, [1, 2, 3], 0, 0)], id="two seeds"),
+    ],
+)
+def test_two_rows_are_independent(streams):
+    """Chi-squared test of the pairs that two rows draw in 2,500 steps, at the level of 0.1 %; so of one row's steps."""
+    n, settings = 2500, Settings(temperature=2.0, top_k=5)
+    noise = [row_stream(*stream).random(n) for stream in streams]
+    sampler = Sampler([settings] * 2, [[1]] * 2, [[]] * 2, noise, "cpu")
+    first, second = torch.stack([sampler(LOGITS.expand(2, -1)) for _ in range(n)]).T
+    p = torch.softmax(torch.where(LOGITS[0] >= 0.5, LOGITS[0].double() / 2, -math.inf), -1)
+    joint = (p[:, None] * p).flatten()
+    assert p_value(torch.bincount(8 * first + second, minlength=64), joint) > 1e-3
+    assert p_value(torch.bincount(8 * first[0::2] + first[1::2], minlength=64), joint) > 1e-3
 
 
 @pytest.mark.parametrize("u", [0.0, 5e-324, 1e-17, 0.5, 1 - 2**-53, 1.0])
@@ -257,7 +357,8 @@ def test_broken_row_is_marked_and_harms_no_other(dtype):
     logits = torch.stack([good[0], broken[0], broken[1], good[1], broken[2], broken[3], good[2]])
     places = [0, 3, 6]
     uniform = evenly(7)
-    for setting in ((0.0, None, None), (1.0, None, None), (1.0, 20, None), (1.0, None, 0.9), (1.0, 20, 0.9)):
+    cases = [(0.0, None, None), (1.0, None, None), (1.0, 20, None), (1.0, None, 0.9), (1.0, 20, 0.9)]
+    for setting in [*cases, (1.0, None, None, 0.1), (1.0, 20, 0.9, 0.1)]:
         columns = [[x] * 7 for x in setting]
         tokens = sample(logits, uniform, *columns).tolist()
         expected = sample(good, uniform[places], *[column[:3] for column in columns]).tolist()
@@ -283,28 +384,83 @@ def test_row_stream_is_the_same_on_every_machine():
     assert numbers == [0.708460908945149, 0.7961070129362773, 0.26166404923553954]
 
 
-@pytest.mark.parametrize(
-    ("setting", "name"),
-    [
-        ((-0.1, None, None), "temperature"),
-        ((math.nan, None, None), "temperature"),
-        ((math.inf, None, None), "temperature"),
-        ((True, None, None), "temperature"),
-        ((1.0, 0, None), "top_k"),
-        ((1.0, -1, None), "top_k"),
-        ((0.0, 0, None), "top_k"),
-        ((1.0, 2.5, None), "top_k"),
-        ((1.0, True, None), "top_k"),
-        ((1.0, None, -0.1), "top_p"),
-        ((1.0, None, 1.1), "top_p"),
-        ((1.0, None, math.nan), "top_p"),
-    ],
-)
-def test_settings_out_of_range_are_named(setting, name):
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, True])
+def test_temperature_out_of_range_is_named(value):
+    with pytest.raises(UserError, match="^temperature is "):
+        Settings(temperature=value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_top_k_out_of_range_is_named(value, temperature):
+    with pytest.raises(UserError, match="^top_k is "):
+        Settings(temperature=temperature, top_k=value)
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
+def test_top_p_and_min_p_out_of_range_are_named(name, value):
     with pytest.raises(UserError, match=f"^{name} is "):
-        check_sampling(*setting)
+        Settings(temperature=1.0, **{name: value})
 
 
-@pytest.mark.parametrize("setting", [(0, None, None), (0.0, 1, 0), (2.5, 10**6, 1), (1e-3, None, 0.5)])
+@pytest.mark.parametrize("setting", [(0, None, None, 0), (0.0, 1, 0, 1), (2.5, 10**6, 1, 0.5), (1e-3, None, 0.5, None)])
 def test_settings_in_range_are_accepted(setting):
-    check_sampling(*setting)
+    assert set(draws(LOGITS, *setting)) <= set(range(8))
+
+
+def mixed_rows() -> list[tuple[Settings, list[int]]]:
+    """12 rows: settings of all kinds with prompts of many lengths, two of them the same."""
+    kinds = [
+        {},
+        {"repetition_penalty": 1.4},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20, "frequency_penalty": 0.6},
+        {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 0.8, "presence_penalty": -0.4},
+        {"temperature": 1.5, "min_p": 0.02, "logit_bias": {3: 2.0, 90: -1.5}},
+        {"logit_bias": {1: 4.0}, "presence_penalty": 1.1},
+        {"temperature": 2.0, "top_k": 50, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.2},
+    ]
+    rows = [(Settings(**kinds[i % 8]), [(7 * i + 3 * j) % 101 for j in range(1 + 5 * i % 13)]) for i in range(12)]
+    return [*rows[:-1], (rows[2][0], rows[2][1])]
+
+
+def continued(rows: list[tuple[Settings, list[int]]], steps: int, rebuilt_at: tuple[int, ...] = ()) -> list[list[int]]:
+    """New tokens of rows whose logits depend on the last token and the length."""
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randn(101, 101, generator=generator) * 2  # (last token, V)
+    prompts = [prompt for _, prompt in rows]
+    noise = [row_stream(9, prompt, 0, 0).random(steps) if row.temperature else None for row, prompt in rows]
+    tokens: list[list[int]] = [[] for _ in rows]
+    for step in range(steps):
+        if step == 0 or step in rebuilt_at:
+            sampler = Sampler([row for row, _ in rows], prompts, [list(new) for new in tokens], noise, "cpu")
+        logits = torch.stack(
+            [table[[*p, *new][-1]].roll(len(p) + step) for p, new in zip(prompts, tokens, strict=True)]
+        )
+        for new, token in zip(tokens, sampler(logits).tolist(), strict=True):
+            new.append(token)
+    return tokens
+
+
+def test_row_of_a_mixed_batch_is_the_row_alone_step_after_step():
+    rows = mixed_rows()
+    together = continued(rows, 12)
+    assert [continued([row], 12)[0] for row in rows] == together
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    assert continued([rows[i] for i in order], 12) == [together[i] for i in order]
+    assert together[2] == together[11] and len({tuple(new) for new in together}) == 11
+
+
+@pytest.mark.parametrize("rebuilt_at", [(1,), (5,), tuple(range(12))])
+def test_sampler_made_anew_midway_goes_on_as_before(rebuilt_at):
+    assert continued(mixed_rows(), 12, rebuilt_at) == continued(mixed_rows(), 12)
+
+
+def test_rows_may_have_random_numbers_for_different_numbers_of_steps():
+    settings, logits = Settings(temperature=1.0), LOGITS.expand(3, -1)
+    noise = [row_stream(1, [i], 0, 0).random(n) for i, n in enumerate((2, 6, 4))]
+    sampler = Sampler([settings] * 3, [[1]] * 3, [[], [4, 4], []], noise, "cpu")
+    drawn = torch.stack([sampler(logits) for _ in range(4)]).T.tolist()
+    alone = [sample(LOGITS.expand(len(u), -1), u, [1.0] * len(u)).tolist() for u in noise]
+    assert drawn[0][:2] == alone[0] and drawn[1] == alone[1][2:] and drawn[2] == alone[2]

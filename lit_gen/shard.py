@@ -1,0 +1,65 @@
+"""One job over several processes: which part of the rows is this process's, and the file it goes to."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lit_gen.utils import UserError
+
+LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchrun's comes first: it may run under srun
+
+
+def shard_of(shard: str | None, environ: Mapping[str, str]) -> tuple[int, int]:
+    """This process's number and how many there are: of "i/n" if given, else as torchrun or srun say, else (0, 1).
+
+    SLURM counts only if it says which task this is: SLURM_NTASKS alone is also set in an interactive allocation.
+
+    Raises:
+        UserError: not two whole numbers with 0 <= i < n, or of torchrun's two variables only one is set.
+    """
+    if shard is not None:
+        return _numbers(*shard.partition("/")[::2], f"--shard is {shard!r:.40}", "write it as i/n, such as 0/4")
+    for rank, size in LAUNCHERS:
+        if rank in environ or (size in environ and rank == "RANK"):
+            values = (environ.get(rank, ""), environ.get(size, ""))
+            what = f"{rank} is {values[0]!r:.40} and {size} is {values[1]!r:.40}"
+            return _numbers(*values, what, "set or unset both, or give --shard i/n")
+    return 0, 1
+
+
+def _numbers(index: str, count: str, what: str, remedy: str) -> tuple[int, int]:
+    if not all(re.fullmatch("[0-9]{1,9}", text) for text in (index, count)):
+        raise UserError(f"{what}, but must be two whole numbers: {remedy}")
+    if not int(index) < int(count):
+        raise UserError(f"{what}, but shards are counted from 0, so the number must be less than the count: {remedy}")
+    return int(index), int(count)
+
+
+def shard_path(out: Path, index: int, count: int) -> Path:
+    """The file of shard `index` of `count`: out.jsonl becomes out-00003-of-00008.jsonl; alone it is `out` itself."""
+    return out if count == 1 else out.with_name(f"{out.stem}-{index:05}-of-{count:05}{out.suffix}")
+
+
+def find_shards(out: Path) -> list[Path]:
+    """The files of the shards of `out`, in order.
+
+    Raises:
+        UserError: there is none, one is missing, or there are those of two different counts.
+    """
+    name = re.compile(rf"{re.escape(out.stem)}-([0-9]{{5,9}})-of-([0-9]{{5,9}}){re.escape(out.suffix)}")
+    try:
+        found = [match for file in out.parent.iterdir() if (match := name.fullmatch(file.name))]
+    except OSError as error:
+        raise UserError(f"cannot read {out.parent}: {error.strerror or error}") from None
+    if not found:
+        raise UserError(f"there is no shard such as {shard_path(out, 0, 2)}: give --out as it was given to the job")
+    counts = sorted({int(match[2]) for match in found})
+    if len(counts) > 1:
+        raise UserError(
+            f"beside {out} lie shards of {counts[0]} and of {counts[1]}: move those of the other job elsewhere"
+        )
+    paths = [shard_path(out, index, counts[0]) for index in range(counts[0])]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"the shard {path} is missing: run it, with --shard i/n if need be")
+    return paths
