@@ -20,22 +20,20 @@ from jsonargparse.typing import Path_fc
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from lit_gen import GPT, Tokenizer
 from lit_gen.answers import Answers
 from lit_gen.batch import Batch, Piece
 from lit_gen.cache import Side, rectangle, span_of
-from lit_gen.checkpoint import load_config
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, parameter_dtype, setup_fabric
 from lit_gen.interrupt import Interrupts
 from lit_gen.linear import pack_linears
 from lit_gen.logprobs import row_logprobs
-from lit_gen.model import GPT
 from lit_gen.plan import is_out_of_memory, plan_batch
 from lit_gen.requests import Prompt, make_batch
 from lit_gen.sampling import Sampler
 from lit_gen.stats import Stats
 from lit_gen.stopping import Row, sampler_of
-from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import run_cli
 
 
@@ -148,33 +146,34 @@ def run(
         max_batch_size: Rows that run at a time; by default as many as fit into memory.
         stats_json: File to write the numbers to.
     """
-    config, tokenizer, dtype = load_config(checkpoint_dir), Tokenizer(checkpoint_dir), parameter_dtype(fabric)
+    dtype, device = parameter_dtype(fabric), fabric.device
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream}
-    answers = Answers(prompts, checkpoint_dir, config, tokenizer, settings, dtype, fabric.device, **options)
+    answers = Answers(prompts, checkpoint_dir, settings, dtype, device, **options)
     if answers.finished:
         return
-    plan = plan_batch(config, dtype, fabric.device, answers.longest, answers.n_rows, max_batch_size)
-    print(plan, file=sys.stderr)
-    start = time.perf_counter()
-    model = fabric.setup_module(pack_linears(load(dtype, fabric.device)), move_to_device=False)
-    stats = Stats(checkpoint_dir.name, str(dtype), str(fabric.device), time.perf_counter() - start)
-    with Interrupts() as interrupts, answers:
-        for row in generate(
-            model,
-            answers.requests(),
-            stop_ids=tokenizer.stop_ids,
-            tokenizer=tokenizer,
-            processors=(),
-            on_text=answers.show if stream else None,
-            on_step=interrupts.check,
-            stats=stats,
-            strict=answers.strict,
-            max_batch_size=plan.rows,
-            max_cache_columns=plan.rows * plan.columns,
-            **settings,
-        ):
-            answers.take(row)
-    stats.publish(fabric.device, stats_json)
+    with answers:
+        plan = plan_batch(answers.config, dtype, device, answers.longest, answers.n_rows, max_batch_size)
+        print(plan, file=sys.stderr)
+        start = time.perf_counter()
+        model = fabric.setup_module(pack_linears(load(dtype, device)), move_to_device=False)
+        stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
+        with Interrupts() as interrupts:
+            for row in generate(
+                model,
+                answers.requests(),
+                stop_ids=answers.tokenizer.stop_ids,
+                tokenizer=answers.tokenizer,
+                processors=(),
+                on_text=answers.show if stream else None,
+                on_step=interrupts.check,
+                stats=stats,
+                strict=answers.strict,
+                max_batch_size=plan.rows,
+                max_cache_columns=plan.rows * plan.columns,
+                **settings,
+            ):
+                answers.take(row)
+    stats.publish(device, stats_json)
 
 
 def main(
@@ -193,9 +192,8 @@ def main(
             fetched on first use.
         precision: By default 32-true on a CPU, and 16 bits on a GPU.
     """
-    fabric = setup_fabric(precision)
     checkpoint_dir = checkpoint_dir or fetch_default_model()
-    run(fabric, checkpoint_dir, partial(GPT.from_checkpoint, checkpoint_dir), prompts, **kwargs)
+    run(setup_fabric(precision), checkpoint_dir, partial(GPT.from_checkpoint, checkpoint_dir), prompts, **kwargs)
 
 
 if __name__ == "__main__":

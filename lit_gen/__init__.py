@@ -2,6 +2,7 @@
 
 from lit_gen.config import Config
 from lit_gen.model import GPT
+from lit_gen.settings import Request, Settings
 from lit_gen.tokenizer import Tokenizer
 
-__all__ = ["GPT", "Config", "Tokenizer"]
+__all__ = ["GPT", "Config", "Request", "Settings", "Tokenizer"]

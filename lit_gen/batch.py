@@ -10,7 +10,7 @@ behind all rows that decode.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lit_gen.cache import SPAN, Side
@@ -70,6 +70,7 @@ class Batch:
         self.waiting = iter(rows)
         self.again: deque[Row] = deque()  # rows to start before those that wait
         self.max_rows, self.max_columns, self.budget = max_rows, max_columns, budget
+        self.most = (max_rows, max_columns)
         self.padding_side, self.processors, self.on_text, self.on_step = padding_side, processors, on_text, on_step
         self.running: list[Row] = []
         self.finished: list[Row] = []
@@ -144,13 +145,14 @@ class Batch:
         ready = [cache_row for cache_row in kept if self.running[cache_row].prefilled]
         gaps = [cache_row for cache_row in range(len(ready)) if cache_row not in ready]
         behind = [cache_row for cache_row in ready if cache_row >= len(ready)]
-        self.moves += [(-1, c) for c, row in enumerate(self.running) if row.finish_reason == "nan"]  # NaN is infectious
+        # NaN is infectious, and a row may hold it from its first piece on
+        risky = [c for c, row in enumerate(self.running) if row.error is not None or not row.prefilled]
         moves = list(zip(behind, gaps, strict=True))
         moves += [(old, new) for new, old in enumerate(kept[len(ready) :], start=len(ready)) if old != new]
         for source, target in moves:
             self.running[target] = self.running[source]
         del self.running[len(kept) :]
-        self.moves += moves
+        self.moves += moves + [(-1, cache_row) for cache_row in risky if cache_row >= len(kept)]
 
     @property
     def slots(self) -> int:
@@ -186,6 +188,7 @@ class Batch:
         """The pieces are in the cache, and these tokens follow them, (B,)."""
         for piece in self.pieces:
             piece.row.filled = piece.stop
+        self.changed = True  # rows whose prompt is through now take part in the steps
         self._push([piece.row for piece in self.pieces], tokens, logprobs)
 
     def push(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
@@ -197,7 +200,7 @@ class Batch:
     def _push(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not row.up_to_date:  # a piece of a prompt, or a row that starts again, whose next token is known
-                self.changed = True
+                self.changed = True  # a sampler draws for the next token at each step
                 continue
             text = row.push(token, logprob)
             if text and self.on_text is not None:
@@ -211,12 +214,17 @@ class Batch:
         return finished
 
     def halve(self, message: str) -> None:
-        """Memory ran out: only half as many rows from now on. The youngest start again later, a single one fails."""
+        """Memory ran out: only half as many rows from now on. The last ones start again later; a single one fails.
+
+        A single row that has a cache of several rows first gets one of its own size. If it fails nevertheless it was to
+        blame itself, and those after it run together again.
+        """
         self.pieces, self.changed = [], True
-        if len(self.running) == 1:
+        if len(self.running) == self.shape[0] == 1:
             self.running[0].fail(message)
+            self.shape, (self.max_rows, self.max_columns) = (0, 0), self.most
             return
-        self.max_rows = len(self.running) // 2
+        self.max_rows = max(1, len(self.running) // 2)
         print(f"{message.splitlines()[0]:.200}\ngoing on with {self.max_rows} rows at a time", file=sys.stderr)
         self.max_columns = self.max_rows * self._columns(self.running)
         for row in reversed(self.running[self.max_rows :]):
@@ -224,14 +232,3 @@ class Batch:
             self.again.appendleft(row)
         del self.running[self.max_rows :]
         self.shape = (self.max_rows, self._columns(self.running))
-
-
-def in_order(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows by their index, each as early as those before it allow."""
-    waiting: dict[int, Row] = {}
-    following = 0
-    for row in rows:
-        waiting[row.index] = row
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1

@@ -252,20 +252,24 @@ class GPT(nn.Module):
 
         The memory is reused when the shape is the same. Old contents could not be seen in any case.
         """
-        S = max_seq_length or self.config.block_size
-        for block in self.h:
-            attn, weight = block.attn, block.attn.qkv.weight
-            shape = (batch_size, attn.n_query_groups, S, attn.head_size)
-            cache = attn.kv_cache
-            same = (shape, weight.device, self._compute_dtype())
-            if cache is not None and (cache.k.shape, cache.k.device, cache.k.dtype) == same:
-                cache.k.zero_()
-                cache.v.zero_()
-            else:
-                attn.kv_cache = None  # the old memory goes before the new is taken
-                attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=weight.device)
+        try:
+            for block in self.h:
+                self._set_cache(block.attn, batch_size, max_seq_length or self.config.block_size)
+        except RuntimeError:  # out of memory: no half of a cache stays behind
+            self.clear_kv_cache()
+            raise
         self.cache_epoch += 1
         self.set_row_length(row_length or [0] * batch_size)
+
+    def _set_cache(self, attn: CausalSelfAttention, batch_size: int, S: int) -> None:
+        shape, cache = (batch_size, attn.n_query_groups, S, attn.head_size), attn.kv_cache
+        same = (shape, attn.qkv.weight.device, self._compute_dtype())
+        if cache is not None and (cache.k.shape, cache.k.device, cache.k.dtype) == same:
+            cache.k.zero_()
+            cache.v.zero_()
+        else:
+            attn.kv_cache = None  # the old memory goes before the new is taken
+            attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=attn.qkv.weight.device)
 
     @torch.inference_mode(False)
     def resize_kv_cache(self, batch_size: int, max_seq_length: int) -> None:

@@ -1,5 +1,6 @@
 """How many rows fit into memory, worked out before the model is loaded."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +10,15 @@ import torch
 from lit_gen.cache import SPAN
 from lit_gen.config import Config
 from lit_gen.model import GPT
+from lit_gen.settings import check_count
 
 SHARE = 0.8  # of the free memory; the rest is for activations
 MOST_ROWS = {"cpu": 64, "cuda": 256}  # more hardly pay: the step is then bound by arithmetic, and the tail gets longer
 
-# What a control group may use and does use: version 2, and version 1.
+# Control groups, version 2 and version 1: the limit, what is used, and what of that is file cache to be had back.
 CONTAINER = [
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    [f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")],
+    [f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")],
 ]
 
 
@@ -46,7 +48,12 @@ def plan_batch(
         longest: cache columns that a row may need.
         n_rows: rows that there are.
         max_batch_size: at most so many rows; None takes as many as fit, up to 64 on a CPU and 256 on a GPU.
+
+    Raises:
+        UserError: max_batch_size is no whole number >= 1.
     """
+    if max_batch_size is not None:
+        check_count("max_batch_size", max_batch_size)
     columns = -(-longest // SPAN) * SPAN
     column_bytes = 2 * config.n_layer * config.n_query_groups * config.head_size * dtype.itemsize
     with torch.device("meta"):
@@ -62,12 +69,13 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    for limit, used in CONTAINER:
+    for files in CONTAINER:
         try:
-            room = int(Path(limit).read_text()) - int(Path(used).read_text())
+            limit, used, stat = (Path(file).read_text() for file in files)
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+            free = min(free, int(limit) - int(used) + int(cached[1] if cached else 0))
         except (OSError, ValueError):  # no such control group, or no limit ("max")
             continue
-        free = min(free, room)
     return max(free, 0)
 
 

@@ -65,7 +65,10 @@ def make_batch(
         raise UserError(f"truncate is {truncate!r:.40}, but must be left or left out")
     if padding_side not in (None, "left", "right"):
         raise UserError(f"padding_side is {padding_side!r:.40}, but must be left, right or left out")
-    for name, value in (("max_batch_size", max_batch_size), ("prefill_budget", prefill_budget)):
+    counts = {"num_samples": num_samples, "max_batch_size": max_batch_size, "prefill_budget": prefill_budget}
+    if max_cache_columns is not None:
+        counts["max_cache_columns"] = max_cache_columns
+    for name, value in counts.items():
         check_count(name, value)
     asked = with_settings(prompts, n=num_samples, **settings)
     limits = Limits(config, tokenizer is not None, truncate)
@@ -125,7 +128,7 @@ def resolve(request: Request, place: int, settings: Settings, limits: Limits) ->
     """
     if request.error is not None:
         raise UserError(request.error)
-    where = request.name or f"prompt {place}"
+    where = request.name or f"prompt {place if request.place is None else request.place}"
     try:
         own = settings.override(request.settings) if request.settings else settings
     except UserError as error:

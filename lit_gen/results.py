@@ -60,17 +60,17 @@ class Results:
             fd = open_locked(path)
             on_error.callback(os.close, fd)
             try:
-                job = read_job(path)
-                if job is None and os.fstat(fd).st_size:
+                job, size = read_job(path), os.fstat(fd).st_size
+                if job is None and size:
                     raise UserError(f"{path} exists but is not of such a job (no {job_path(path)}): give another --out")
-                if job is not None and (changes := "; ".join(differences(job.fingerprint, fingerprint))):
+                if size and (changes := "; ".join(differences(job.fingerprint, fingerprint))):
                     raise UserError(
                         f"{path} was begun with another {changes}: give another --out, or delete {path} and "
                         f"{job_path(path)} to begin anew"
                     )
                 for leftover in (partial_path(path), partial_path(job_path(path))):
                     leftover.unlink(missing_ok=True)
-                if job is None:
+                if job is None or not size:  # new, or nothing came of it yet, so it may still become another job's
                     job = Job(fingerprint)
                     write_job(path, job)
                 results = cls(path, fd, job)

@@ -8,6 +8,8 @@ from typing import Any
 
 from lit_gen.utils import UserError
 
+MOST_SAMPLES = 10_000  # rows of one prompt; a slip of the finger must not make millions
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -26,7 +28,7 @@ class Settings:
         logit_bias: added to the logits, by token id.
         stop: texts and sequences of ids that end a row.
         seed: a sampled row depends on it, on its prompt and its number, never on its neighbours.
-        n: rows (samples) of this prompt.
+        n: rows (samples) of this prompt, up to 10,000.
         logprobs: report the log-probability of each new token, and those of so many best ones; None reports nothing.
     """
 
@@ -45,8 +47,8 @@ class Settings:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "n"):
-            check_count(name, getattr(self, name))
+        check_count("max_new_tokens", self.max_new_tokens)
+        _check("n", self.n, _is_whole, lambda x: 1 <= x <= MOST_SAMPLES, f"a whole number from 1 to {MOST_SAMPLES}")
         number = "a finite number >= 0 (0 takes the best token)"
         _check("temperature", self.temperature, is_number, lambda x: x >= 0, number)
         if self.top_k is not None:
@@ -64,6 +66,8 @@ class Settings:
             if not isinstance(self.logit_bias, Mapping):
                 raise UserError(f"logit_bias is {self.logit_bias!r:.40}, but must map token ids to numbers")
             bias = {_token_id(token): _bias(token, value) for token, value in self.logit_bias.items()}
+            if len(bias) < len(self.logit_bias):
+                raise UserError("logit_bias names a token twice, in two spellings: keep one of them")
             object.__setattr__(self, "logit_bias", bias or None)
         object.__setattr__(self, "stop", check_stops(self.stop))
 
@@ -96,8 +100,11 @@ def _is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a finite number, and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether this is a finite number that fits into a float, and no truth value."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _token_id(token: Any) -> int:

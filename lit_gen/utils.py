@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lit_gen.interrupt import Interrupted
+
 
 class UserError(ValueError):
     """Bad input: the message is one line that says what is wrong, which thing it is and what to do about it."""
@@ -31,7 +33,10 @@ def read_json(path: Path) -> Any:
 
 
 def run_cli(main: Callable[..., Any]) -> None:
-    """Runs `main` with the command line's arguments; a `UserError` becomes one line on stderr and exit status 2."""
+    """Runs `main` with the command line's arguments; an error that a user can act on becomes one line on stderr.
+
+    Exit status: 2 for a `UserError`, 1 for an error of the system (a full disk), 128 + n after signal n.
+    """
     from jsonargparse import ArgumentParser, auto_cli
 
     class Parser(ArgumentParser):
@@ -40,11 +45,15 @@ def run_cli(main: Callable[..., Any]) -> None:
 
     if sys.stdout is None:
         sys.exit(_report("stdout is closed, and texts would go there"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # a character that its encoding lacks may not end the job
     try:
         auto_cli(main, as_positional=False, parser_class=Parser, allow_abbrev=False)
         sys.stdout.flush()
     except UserError as error:
         sys.exit(_report(str(error)))
+    except Interrupted as error:
+        _report(str(error))
+        sys.exit(128 + error.signum)
     except KeyboardInterrupt:
         _report("interrupted")
         sys.exit(130)

@@ -51,8 +51,9 @@ def lit_gen(folder: Path, dtype: torch.dtype) -> Engine:
     model = pack_linears(load_model(folder, dtype, CPU))
 
     def run(prompts: list[list[int]], new: int) -> Run:
-        stats = Stats()
-        rows = list(generate(model, prompts, max_new_tokens=new, max_batch_size=len(prompts), stats=stats))
+        stats, B = Stats(), len(prompts)
+        together = {"max_batch_size": B, "prefill_budget": sum(map(len, prompts))}  # all prefills, then all steps
+        rows = list(generate(model, prompts, max_new_tokens=new, stats=stats, **together))
         tokens = [row.tokens for row in sorted(rows, key=lambda row: row.index)]
         return Run(tokens, stats.prefill_seconds, stats.decode_seconds)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_gen.cache import KVCache, Step, additive, masked_value, positions, rectangle, visible
+from lit_gen.cache import KVCache, Step, additive, masked_value, positions, rectangle, span_of, visible
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -104,3 +104,54 @@ def test_writes_reach_their_own_columns_and_no_other(data: st.DataObject) -> Non
     seen_k, seen_v = cache.update(k, v, Step.at(position, slice(first, first + B), 4, cache))
     assert torch.equal(cache.k, expected_k) and torch.equal(cache.v, expected_v)
     assert torch.equal(seen_k, expected_k[first : first + B, :, :4]) and seen_v.shape == (B, ng, 4, hs)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5, 4), (2, 4), (3, 9), (3, 2), (6, 7), (1, 1)])
+def test_resized_cache_keeps_what_fits_and_is_zero_elsewhere(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    cache = KVCache(3, 2, 4, 5, dtype=torch.bfloat16)
+    cache.k.copy_(torch.randn(cache.k.shape))
+    cache.v.copy_(torch.randn(cache.v.shape))
+    old_k, old_v = cache.k.clone(), cache.v.clone()
+    cache.resize(rows, columns)
+    for new, old in ((cache.k, old_k), (cache.v, old_v)):
+        assert new.shape == (rows, 2, columns, 5) and new.dtype == torch.bfloat16 and new.is_contiguous()
+        for r in range(rows):
+            for c in range(columns):
+                kept = r < 3 and c < 4
+                assert torch.equal(new[r, :, c], old[r, :, c] if kept else torch.zeros(2, 5, dtype=torch.bfloat16))
+
+
+def test_cache_of_the_wanted_size_is_not_copied() -> None:
+    cache = KVCache(3, 2, 4, 5)
+    places = cache.k.data_ptr(), cache.v.data_ptr()
+    cache.resize(3, 4)
+    assert (cache.k.data_ptr(), cache.v.data_ptr()) == places
+    assert not cache.state_dict()  # and a cache is no weight, before and after
+    cache.resize(4, 4)
+    assert not cache.state_dict() and dict(cache.named_buffers()).keys() == {"k", "v"}
+
+
+def test_moved_row_is_a_copy_and_minus_one_clears() -> None:
+    cache = KVCache(4, 2, 3, 5)
+    cache.k.copy_(torch.randn(cache.k.shape))
+    cache.v.copy_(torch.randn(cache.v.shape))
+    old_k, old_v = cache.k.clone(), cache.v.clone()
+    cache.move(3, 1)
+    cache.v[3, 1, 2] = float("nan")
+    cache.move(-1, 3)
+    for new, old in ((cache.k, old_k), (cache.v, old_v)):
+        assert torch.equal(new, torch.stack([old[0], old[3], old[2], torch.zeros_like(old[0])]))
+
+
+def test_pieces_of_prompts_begin_where_they_are_told() -> None:
+    idx, input_pos, last = rectangle([[5, 6, 7], [8]], "right", [4, 0])
+    assert idx[0].tolist() == [5, 6, 7] and int(idx[1, 0]) == 8
+    assert input_pos.tolist() == [[4, 5, 6], [0, -1, -1]] and last.tolist() == [2, 0]
+    idx, input_pos, last = rectangle([[5, 6, 7], [8]], "left", [0, 9])
+    assert input_pos.tolist() == [[0, 1, 2], [-1, -1, 9]] and last.tolist() == [2, 2] and int(idx[1, 2]) == 8
+
+
+@pytest.mark.parametrize(("position", "span"), [([0], 64), ([63], 64), ([64, 3], 128), ([3, 190], 192), ([199], 200)])
+def test_step_looks_at_whole_pieces_of_64_columns(position: list[int], span: int) -> None:
+    assert span_of(position, 200) == span

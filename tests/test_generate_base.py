@@ -43,14 +43,21 @@ class Scripted(GPT):
     def __init__(self, script: list[list[int]], prompts: list[list[int]], vocab: int = 16) -> None:
         super().__init__(Config(n_layer=1, n_head=1, n_embd=8, vocab_size=vocab, block_size=64, intermediate_size=8))
         self.script, self.prompts, self.calls = script, prompts, 0
+        self.owner: dict[int, int] = {}  # cache row -> prompt
+
+    def move_kv_cache(self, source: int, target: int) -> None:
+        self.owner[target] = self.owner.get(source, -1)
 
     def forward(self, idx: Tensor, input_pos: Tensor | None = None, last: Tensor | None = None, **where) -> Tensor:
+        if input_pos is None:
+            self.owner[where["rows"].start] = self.prompts.index(idx[0].tolist())
         first = where["rows"].start if where.get("rows") else 0
         logits = torch.zeros(len(idx), self.config.vocab_size)
         self.calls += input_pos is not None
         for b in range(len(idx)):
-            step = 0 if input_pos is None else int(input_pos[b]) - len(self.prompts[first + b]) + 1
-            logits[b, self.script[first + b][min(step, len(self.script[first + b]) - 1)]] = 10
+            i = self.owner[first + b]
+            step = 0 if input_pos is None else int(input_pos[b]) - len(self.prompts[i]) + 1
+            logits[b, self.script[i][min(step, len(self.script[i]) - 1)]] = 10
         return logits
 
 
@@ -251,6 +258,13 @@ def test_a_batch_that_fits_is_not_refused_because_of_rounding(tiny_llama: GPT) -
         ([[1]], {"top_k": 0}, "top_k is 0"),
         ([[1]], {"top_p": 1.5}, "top_p is 1.5"),
         ([[1]], {"num_samples": 0}, "num_samples is 0"),
+        ([[1]], {"min_p": 2}, "min_p is 2"),
+        ([[1]], {"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ([[1]], {"logit_bias": {600: 1.0}}, "prompt 0 has a logit_bias for token 600"),
+        ([[1]], {"logprobs": -1}, "logprobs is -1"),
+        ([[1]], {"prefill_budget": 0}, "prefill_budget is 0"),
+        ([[1]], {"temperature": [0.5, 0.5]}, "one for each prompt"),
+        ([[1]], {"truncate": "right"}, "truncate is 'right'"),
         ([[1]], {"max_batch_size": 0}, "max_batch_size is 0"),
         ([[1]], {"stop": [""]}, "stop 0 is empty"),
         ([[1]], {"stop": "END"}, "stop is 'END'"),
@@ -258,7 +272,6 @@ def test_a_batch_that_fits_is_not_refused_because_of_rounding(tiny_llama: GPT) -
         ([[1]], {"stop": None}, "stop is None"),
         ([[1]], {"stop": [["a"]]}, "stop 0 is"),
         ([[1]], {"padding_side": "middle"}, "padding_side is 'middle'"),
-        ([[1]], {"num_samples": 10**9}, "split the job"),
         ([[3.7]], {}, "token ids of each prompt"),
         ([1, 2], {}, "token ids of each prompt"),
         (["text"], {}, "token ids of each prompt"),
@@ -280,8 +293,8 @@ def test_stats_count_kept_tokens_and_bytes_per_step() -> None:
     model = Scripted([[5, 2, 7], [5, 6, 7]], prompts)
     tokens(model, prompts, max_new_tokens=3, stop_ids={2}, stats=stats)
     assert (stats.rows, stats.prompt_tokens, stats.new_tokens, stats.steps, stats.live_rows) == (2, 3, 4, 2, 3)
-    assert stats.cache_bytes == 2 * 2 * 4 * 8 * 4  # k and v, rows, columns, hs, float32
-    columns = (2 + 3) + (2 + 4)  # what rows at positions 1, 2 see, and then at 1, 3
+    assert stats.cache_bytes == 2 * 2 * 64 * 8 * 4  # k and v, rows, columns (whole pieces of 64), hs, float32
+    columns = (2 + 3) + 4  # what rows at positions 1, 2 see, and then the one at 3, when the other has left
     head = sum(p.nbytes for p in model.parameters()) - model.wte.weight.nbytes
     assert stats.bytes_read == 2 * head + columns * 2 * 8 * 4
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import scripts.merge_results
 from lit_gen.durable import open_locked
+from lit_gen.job import Job
 from lit_gen.results import Results
 from lit_gen.shard import shard_of, shard_path
 from lit_gen.utils import UserError
@@ -112,7 +114,7 @@ def test_rows_that_are_double_lost_or_damaged_are_named(tmp_path: Path) -> None:
         refused(out, reason)
 
 
-def test_another_file_is_replaced_only_if_told_to_and_never_under_a_running_job(tmp_path: Path) -> None:
+def test_another_file_is_replaced_only_if_told_to_and_never_under_a_running_job(tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "out.jsonl"
     run_shards(out, 2)
     out.write_bytes(WHOLE[:-1])
@@ -122,7 +124,22 @@ def test_another_file_is_replaced_only_if_told_to_and_never_under_a_running_job(
         with pytest.raises(UserError, match=f"another process is writing {re.escape(str(locked))}"):
             merge(out, overwrite=True)
         os.close(fd)
-    merge(out, overwrite=True)
+    side = tmp_path / "out.jsonl.job.json"
+    side.write_text("of the other file")
+
+    def killed(out: Path, job: Job) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scripts.merge_results, "write_job", killed)
+        merge(out, overwrite=True)
+    assert out.read_bytes() == WHOLE and not side.exists()
+    (tmp_path / ".out.jsonl.partial").write_bytes(b"of a merge that was killed")
+    merge(out)
+    assert out.read_bytes() == WHOLE and side.exists() and not (tmp_path / ".out.jsonl.partial").exists()
+    out.unlink()
+    (tmp_path / ".out.jsonl.partial").write_bytes(b"of a merge that was killed")
+    merge(out)
     assert out.read_bytes() == WHOLE
 
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lit_gen.durable
 import lit_gen.results
 from lit_gen.job import fingerprint_model
 from lit_gen.results import Results
@@ -74,6 +75,9 @@ def test_rows_end_in_input_order_and_a_finished_file_is_not_touched(samples: int
     with Results.open(out, JOB) as results:
         assert results.finished and len(results.done) == len(lines) and results.dropped == 0
     assert state(out) == before
+    out.write_bytes(out.read_bytes() + b"damage\n")
+    run_job(out, lines)
+    assert out.read_bytes() == as_bytes(lines)
 
 
 def test_rows_that_came_in_order_are_not_written_twice(tmp_path: Path) -> None:
@@ -217,6 +221,21 @@ def test_a_second_process_is_refused_and_touches_nothing(tmp_path: Path) -> None
     child.join()
     run_job(out, lines)
     assert out.read_bytes() == as_bytes(lines)
+
+
+def test_a_file_replaced_while_it_is_being_locked_is_opened_anew(tmp_path: Path, monkeypatch) -> None:
+    out, sorted_copy, real = tmp_path / "out.jsonl", tmp_path / "sorted", lit_gen.durable.lock
+    sorted_copy.touch()
+
+    def lock(fd: int, path: Path) -> None:
+        if sorted_copy.exists():  # the other process ends between our opening and our locking
+            sorted_copy.replace(out)
+        real(fd, path)
+
+    monkeypatch.setattr(lit_gen.durable, "lock", lock)
+    fd = lit_gen.durable.open_locked(out)
+    assert os.fstat(fd).st_ino == out.stat().st_ino
+    os.close(fd)
 
 
 FULL = """

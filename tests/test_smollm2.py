@@ -1,4 +1,4 @@
-"""The real model: 280 prompts in batches against each alone. An hour and more: pytest -m long -s tests/test_smollm2.py
+"""The real model: 280 prompts in batches against each alone. Some hours: pytest -m long -s tests/test_smollm2.py
 
 LIT_GEN_ROWS=40 takes so many of the prompts only.
 """
@@ -15,6 +15,8 @@ from generate.base import generate
 from lit_gen.download import fetch_default_model
 from lit_gen.linear import pack_linears
 from lit_gen.model import GPT
+from lit_gen.settings import Request
+from lit_gen.stats import Stats
 from lit_gen.tokenizer import Tokenizer
 
 NEW = 64
@@ -68,3 +70,29 @@ def test_no_row_differs_from_the_row_alone(shared: Path, dtype: torch.dtype) -> 
         if dtype == torch.bfloat16:
             assert all(g <= 0.25 for g in gaps), "more than rounding"
     assert dtype == torch.bfloat16 or not any(differ.values()), differ
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_p": 0.95}], ids=["greedy", "sampled"])
+def test_no_row_of_a_continuous_batch_differs_from_the_row_alone(shared: Path, settings: dict) -> None:
+    """Rows of 1 to 128 new tokens come and go in 4 to 64 slots, in another order each time."""
+    folder = fetch_default_model()
+    model, rng = pack_linears(GPT.from_checkpoint(folder, torch.float32)), random.Random(1)
+    prompts = read_prompts(shared, Tokenizer(folder))
+    prompts = rng.sample(prompts, int(os.environ.get("LIT_GEN_ROWS", len(prompts))))
+    requests = [Request(prompt, settings | {"max_new_tokens": rng.randint(1, 128)}) for prompt in prompts]
+    alone = [next(generate(model, [request])).tokens for request in requests]
+    differ = {}
+    for slots, budget in ((64, 2048), (16, 300), (4, 2048), (37, 64)):
+        order = rng.sample(range(len(requests)), len(requests))
+        arriving = (requests[i] for i in order)
+        stats = Stats()
+        rows = generate(model, arriving, max_batch_size=slots, prefill_budget=budget, stats=stats)
+        found = {order[row.index]: row.tokens for row in rows}
+        differ[slots] = sum(found[i] != tokens for i, tokens in enumerate(alone))
+        print(
+            f"{'sampled' if settings else 'greedy'}, {slots} slots, prefill budget {budget}: {differ[slots]} of "
+            f"{len(found)} rows differ; occupancy before the tail {stats.occupancy_before_tail:.3f}",
+            flush=True,
+        )
+    assert not any(differ.values()), differ

@@ -32,7 +32,7 @@ def test_bandwidth_is_bytes_times_steps_not_times_tokens():
     assert stats.steps_per_second == pytest.approx(21.55)
     assert stats.gigabytes_per_second == pytest.approx(201.4925)
     assert stats.decode_tokens_per_second == pytest.approx(25 * 21.55)
-    assert stats.mean_occupancy == 25
+    assert stats.mean_rows == 25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,32 +70,49 @@ def test_experts_that_no_row_can_choose_are_not_read():
 def test_only_kept_tokens_count():
     """Three rows, 4 steps of 0.5 s: kept are 5 tokens, 2 (then came a stop), and 0 (the first token was a stop)."""
     stats = Stats()
-    stats.watch(model_with_cache(3))
-    stats.add_prefill(prompt_tokens=7 + 3 + 11, seconds=0.25)
-    positions = [[7, 3, 10], [8, 4, 10], [9, 4, 10], [10, 4, 10]]
-    for live, position in zip((2, 2, 1, 1), positions, strict=True):  # the second row's stop came with the second step
-        stats.add_step(live, position, 0.5)
+    stats.add_prefill(model_with_cache(3), prompt_tokens=7 + 3 + 11, seconds=0.25)
+    for position in ([7, 3], [8, 4], [9], [10]):  # the second row's stop came with the second step
+        stats.add_step(position, 0.5, slots=3, more=False)
     for kept in (0, 2, 5):
         stats.add_row(kept)
     assert (stats.rows, stats.new_tokens, stats.first_tokens, stats.steps) == (3, 7, 2, 4)
     assert stats.decode_tokens_per_second == (7 - 2) / 2.0  # 4 of the long row, 1 of the stopped one
     assert stats.prefill_tokens_per_second == 21 / 0.25
-    assert stats.mean_occupancy == 6 / 4
-    assert stats.bytes_read == 4 * (4 * (2 * LAYER + 64 + EMBEDDING) + (23 + 25 + 26 + 27) * 2 * COLUMN)
+    assert stats.mean_rows == 6 / 4
+    assert stats.bytes_read == 4 * (4 * (2 * LAYER + 64 + EMBEDDING) + (12 + 14 + 10 + 11) * 2 * COLUMN)
     assert stats.gigabytes_per_second == pytest.approx(stats.bytes_read / 2.0 / 1e9)
+
+
+def test_occupancy_counts_rows_that_ran_among_those_that_could():
+    """Room for 4: while rows wait 4, 4 and 3 run; in the tail 2, and then 1, with room for 8 short ones."""
+    stats = Stats()
+    stats.add_prefill(model_with_cache(4), 4, 0.1)
+    for rows, slots, more in ((4, 4, True), (4, 4, True), (3, 4, True), (2, 4, False), (1, 8, False)):
+        stats.add_step([5] * rows, 0.1, slots, more)
+    assert (stats.live_rows, stats.slots, stats.live_rows_before_tail, stats.slots_before_tail) == (14, 24, 11, 12)
+    assert stats.mean_rows == 14 / 5 and stats.occupancy == 14 / 24 and stats.occupancy_before_tail == 11 / 12
+
+
+def test_weights_are_measured_once_a_job_and_caches_at_each_prefill():
+    stats, model = Stats(), model_with_cache(1)
+    stats.add_prefill(model, 4, 0.1)
+    traffic = stats.traffic
+    model.resize_kv_cache(6, 128)
+    stats.add_prefill(model, 4, 0.1)
+    assert stats.traffic is traffic and stats.cache_bytes == 6 * 128 * 2 * COLUMN * 4
 
 
 def test_time_to_first_token_is_the_first_prefills():
     stats = Stats()
     for seconds in (0.25, 4.0):
-        stats.add_prefill(10, seconds)
+        stats.add_prefill(model_with_cache(1), 10, seconds)
     assert (stats.time_to_first_token, stats.prefill_seconds) == (0.25, 4.25)
 
 
 def test_largest_cache_is_reported():
     stats = Stats()
     for rows in (2, 5, 3):
-        stats.watch(model_with_cache(rows))
+        stats.add_prefill(model_with_cache(rows), 1, 0.5)
     assert stats.cache_bytes == 5 * 100 * 2 * COLUMN * 4
 
 
@@ -103,15 +120,22 @@ def test_empty_run_divides_by_nothing():
     stats = Stats()
     numbers = stats.to_json()
     assert [numbers[name] for name in numbers if name.endswith("per_second")] == [0.0] * 4
-    assert numbers["mean_occupancy"] == 0.0
+    assert [numbers[name] for name in ("mean_rows", "occupancy", "occupancy_before_tail")] == [0.0] * 3
     assert numbers["time_to_first_token"] is None
     assert "first token" not in stats.report()
 
 
 def test_published_are_a_report_and_every_counter_and_rate(tmp_path, capsys):
-    counts = {"load_seconds": 1.5, "steps": 1, "decode_seconds": 1.0, "live_rows": 4, "bytes_read": 3_000_000_000}
+    counts = {
+        "load_seconds": 1.5,
+        "steps": 1,
+        "decode_seconds": 1.0,
+        "live_rows": 4,
+        "bytes_read": 3_000_000_000,
+        "slots": 5,
+    }
     stats = Stats("tiny", "bfloat16", "cpu", **counts, cache_bytes=1_250_000_000)
-    stats.add_prefill(300, 2.0)
+    stats.add_prefill(model_with_cache(1), 300, 2.0)
     for kept in (2, 2, 2, 1):
         stats.add_row(kept)
     stats.publish(torch.device("cpu"), tmp_path / "stats.json")
@@ -119,13 +143,20 @@ def test_published_are_a_report_and_every_counter_and_rate(tmp_path, capsys):
     assert out == ""
     for shown in ("tiny (bfloat16, cpu)", "150.0 tokens/s", "first token after 2.00 s", "3.0 kept tokens/s", "1 steps"):
         assert shown in report
-    for shown in ("4.0 rows per step", "3.0 GB/s", "4 rows, 7 new tokens kept", "cache 1.25 GB", "peak memory"):
+    for shown in (
+        "4.0 rows per step (80% of those that could run)",
+        "3.0 GB/s",
+        "4 rows, 7 new tokens kept",
+        "cache 1.25 GB",
+        "peak memory",
+    ):
         assert shown in report
     numbers = json.loads((tmp_path / "stats.json").read_text())
     assert numbers["model"] == "tiny" and numbers["load_seconds"] == 1.5 and numbers["time_to_first_token"] == 2.0
     assert numbers["prefill_tokens_per_second"] == 150.0 and numbers["peak_memory"] > 1e6
     rates = {"prefill_tokens_per_second", "decode_tokens_per_second", "steps_per_second"}
-    assert numbers.keys() == set(Stats.__dataclass_fields__) | rates | {"mean_occupancy", "gigabytes_per_second"}
+    rates |= {"mean_rows", "occupancy", "occupancy_before_tail", "gigabytes_per_second"}
+    assert numbers.keys() == (set(Stats.__dataclass_fields__) - {"traffic"}) | rates
 
 
 def test_peak_memory_is_in_bytes():

@@ -1,6 +1,7 @@
 """Claims of lit_gen/stopping.py: where a row ends, what is kept, and what is shown when."""
 
 import itertools
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from lit_gen.stopping import Row, check_stops
+from lit_gen.sampling import row_stream
+from lit_gen.settings import Settings
+from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.tokenizer_backends import HuggingFace, byte_level_alphabet
-from lit_gen.utils import UserError
+from lit_gen.tokenizer_backends import HuggingFace, TextStream, byte_level_alphabet
 
 WORDS = ["be", "ta", " ga", "mma", "Paris", "DEF", "G", "HI", "J", "a", "b", "c", "d", "ab", "abc", "aa", "<end>", " x"]
 BYTES = [
@@ -44,9 +46,24 @@ def ids(*words: str) -> list[int]:
     return [WORDS.index(word) for word in words]
 
 
+def make_row(
+    index: int,
+    prompt: list[int],
+    limit: int,
+    *,
+    stop_ids: Collection[int] = (),
+    stop_strings: Sequence[str] = (),
+    stop_sequences: Sequence[Sequence[int]] = (),
+    stream: TextStream | None = None,
+    **changes,
+) -> Row:
+    stop = [*stop_strings, *stop_sequences]
+    return Row(index, prompt, Settings(max_new_tokens=limit, stop=stop, **changes), stop_ids=stop_ids, stream=stream)
+
+
 def run(tokens: list[int], limit: int = 100, **stops) -> tuple[Row, list[str]]:
     """Pushes tokens until the row is finished."""
-    row = Row(0, [], limit, stream=BACKEND.stream(), **stops)
+    row = make_row(0, [], limit, stream=BACKEND.stream(), **stops)
     shown = []
     for token in tokens:
         if row.finish_reason is None:
@@ -55,7 +72,7 @@ def run(tokens: list[int], limit: int = 100, **stops) -> tuple[Row, list[str]]:
 
 
 def test_stop_id_ends_a_row_and_is_not_kept():
-    rows = [Row(i, [2, 2], 6, stop_ids={2, 9}) for i in range(2)]
+    rows = [make_row(i, [2, 2], 6, stop_ids={2, 9}) for i in range(2)]
     steps = list(zip([5, 2, 7, 7, 7, 7], [5, 6, 7, 8, 9, 2], strict=True))
     taken = [0, 0]
     for step in steps:
@@ -81,9 +98,9 @@ def test_length_ends_a_row():
         row.push(1)
 
 
-def test_no_tokens_wanted_is_finished_at_once():
-    row = Row(3, [1], 0, stream=BACKEND.stream())
-    assert (row.finish_reason, row.tokens, row.text) == ("length", [], "")
+def test_a_single_token_can_be_all_that_is_wanted():
+    row = make_row(3, [1], 1, stream=BACKEND.stream())
+    assert (row.push(ids("be")[0]), row.finish_reason, row.tokens, row.text) == ("be", "length", ids("be"), "be")
     with pytest.raises(AssertionError, match="row 3 is finished"):
         row.push(1)
 
@@ -98,9 +115,9 @@ def test_broken_row_ends_as_nan_and_keeps_what_it_had():
     row, shown = run([*ids("be", "ta"), -1], stop_strings=["ta ga"])
     assert (row.tokens, row.text, row.finish_reason) == (ids("be", "ta"), "beta", "nan")
     assert shown == ["be", "", "ta"]
-    row = Row(0, [1], 5)
+    row = make_row(0, [1], 5)
     row.push(-1)
-    assert (row.tokens, row.finish_reason) == ([], "nan")
+    assert (row.tokens, row.finish_reason, row.error) == ([], "nan", "the logits of new token 0 are not numbers")
 
 
 def test_stop_sequence_after_a_false_start():
@@ -158,7 +175,7 @@ def test_stop_string_with_a_decoder_that_adds_spaces():
         ([0, 2, 2], " ga ga", "be", 1),
         ([0, 1, 4, 5, 6, 3], "\u201c", "beta", 2),  # bytes become text when something else follows
     ):
-        row = Row(0, [], 9, stop_strings=[stop], stream=backend.stream())
+        row = make_row(0, [], 9, stop_strings=[stop], stream=backend.stream())
         shown = "".join(row.push(token) for token in tokens if row.finish_reason is None)
         assert (row.text, shown, row.tokens, row.finish_reason) == (text, text, tokens[:kept], "stop")
 
@@ -170,7 +187,7 @@ def test_stop_strings_with_the_default_models_tokenizer(shared):
         ([38634], "Pari", "", 0),
         ([17565], "a", "bet", 0),
     ):
-        row = Row(0, [], 9, stop_strings=[stop], stream=tokenizer.stream())
+        row = make_row(0, [], 9, stop_strings=[stop], stream=tokenizer.stream())
         shown = "".join(row.push(token) for token in tokens if row.finish_reason is None)
         assert (row.text, shown, row.tokens, row.finish_reason) == (text, text, tokens[:kept], "stop")
     assert tokenizer.decode([17565, 16439]) == "beta gamma" and tokenizer.decode([38634]) == "Paris"
@@ -195,7 +212,7 @@ def test_text_that_was_held_for_nothing_comes_out_complete():
 
 
 def test_stop_string_in_the_prompt_does_not_count():
-    row = Row(0, ids("be", "ta"), 3, stop_ids=ids("be"), stop_strings=["beta", "ta ga"], stream=BACKEND.stream())
+    row = make_row(0, ids("be", "ta"), 3, stop_ids=ids("be"), stop_strings=["beta", "ta ga"], stream=BACKEND.stream())
     for token in ids(" ga", "mma", "G"):
         row.push(token)
     assert (row.text, row.finish_reason) == (" gammaG", "length")
@@ -226,7 +243,7 @@ def brute_force(text: str, stops: list[str]) -> tuple[str, bool]:
 def test_borders_of_tokens_do_not_matter(words, stops):
     """The same as searching the whole text, and what has been shown is never taken back or late without need."""
     tokens = ids(*words)
-    row = Row(0, [], len(tokens) + 1, stop_strings=stops, stream=BACKEND.stream())
+    row = make_row(0, [], len(tokens) + 1, stop_strings=stops, stream=BACKEND.stream())
     text, shown = "", ""
     for word, token in zip(words, tokens, strict=True):
         text += word
@@ -286,7 +303,9 @@ def test_sequences_and_strings_together():
 
 def test_what_waits_is_bounded_by_the_stops():
     """So the work per token does not grow with the row: each is decoded once, and a short end of the text searched."""
-    row = Row(0, [], 3000, stop_strings=["abab!"], stop_sequences=[ids("a", "b", "a", "c")], stream=BACKEND.stream())
+    row = make_row(
+        0, [], 3000, stop_strings=["abab!"], stop_sequences=[ids("a", "b", "a", "c")], stream=BACKEND.stream()
+    )
     pushed = []
     push, row.stream.push = row.stream.push, lambda token: pushed.append(token) or push(token)
     shown = 0
@@ -296,27 +315,72 @@ def test_what_waits_is_bounded_by_the_stops():
     assert pushed == row.tokens and shown == len(row.text) == 3000
 
 
-def test_random_numbers_are_drawn_while_the_row_runs():
-    row = Row(0, [], 2, stop_ids={9}, random=np.random.default_rng(0))
-    first, second = np.random.default_rng(0).random(2)
-    assert row.uniform() == first
+def test_noise_is_the_stream_of_the_row():
+    """The t-th number for the t-th token, drawn once: what has run so far, and a second start, change nothing."""
+    numbers = {"prompt_index": 5, "sample": 3, "occurrence": 2}
+    row = Row(7, [4, 9], Settings(max_new_tokens=6, temperature=0.5, seed=11), stop_ids={9}, **numbers)
+    expected = row_stream(11, [4, 9], 2, 3).random(6)
+    first = row.noise
+    assert first.tolist() == expected.tolist() and first.dtype == np.float64
     row.push(1)
-    assert row.uniform() == second
-    row.push(9)
-    assert row.uniform() == 0.0 and Row(0, [], 2).uniform() == 0.0
+    row.filled = 0
+    assert row.noise is first
+    rest = [Row(0, [4, 9], row.settings, **{**numbers, name: 1}) for name in ("sample", "occurrence")]
+    assert not any(set(expected) & set(other.noise) for other in [*rest, Row(0, [4, 8], row.settings, **numbers)])
+    assert Row(0, [4, 9], row.settings, **{**numbers, "prompt_index": 1}).noise.tolist() == expected.tolist()
+
+
+def test_greedy_row_has_no_noise():
+    assert make_row(0, [1], 2).noise is None and make_row(0, [1], 2, temperature=0.1).noise.shape == (2,)
 
 
 def test_columns_do_not_count_the_last_token():
-    assert Row(0, [1, 2, 3], 5).columns == 7 and Row(0, [1], 1).columns == 1
+    assert make_row(0, [1, 2, 3], 5).columns == 7 and make_row(0, [1], 1).columns == 1
 
 
-def test_empty_stop_is_refused():
-    with pytest.raises(UserError, match="stop 1 is empty"):
-        check_stops(["a", ""])
-    with pytest.raises(UserError, match="stop 2 is empty"):
-        check_stops(["a", [1], []])
-    check_stops(["a", [1, 2]])
-    with pytest.raises(AssertionError, match="would end every row"):
-        Row(0, [], 5, stop_strings=[""], stream=BACKEND.stream())
+def test_row_knows_what_of_it_is_in_the_cache():
+    """Prompt 5 6 7 in two pieces, new tokens 8 9; then it starts again and both are fed once more."""
+    row = make_row(0, [5, 6, 7], 9)
+    assert not row.prefilled and not row.up_to_date
+    row.filled = 2
+    assert not row.prefilled and not row.up_to_date
+    row.filled = 3
+    assert row.prefilled and row.up_to_date
+    row.push(8)
+    assert row.next_input == 8 and not row.up_to_date
+    row.filled = 4
+    assert row.up_to_date
+    row.push(9)
+    fed = []
+    for filled in (3, 4):
+        row.filled = filled
+        fed.append(row.next_input)
+        assert not row.up_to_date
+    row.filled = 5
+    assert fed == [8, 9] and row.up_to_date
+
+
+def test_logprobs_are_those_of_the_kept_tokens():
+    row = make_row(0, [1], 9, stop_sequences=[ids("a", "b")], stop_strings=["ga"], stream=BACKEND.stream(), logprobs=1)
+    for i, token in enumerate(ids("a", "be", "a", "b")):
+        row.push(token, (-float(i), [(token, -0.5)]))
+    assert row.tokens == ids("a", "be") and [entry[0] for entry in row.logprobs] == [0.0, -1.0]
+    row = make_row(0, [1], 9, stop_strings=["ta ga"], stream=BACKEND.stream(), logprobs=0)
+    for i, token in enumerate(ids("be", "ta", " ga")):
+        row.push(token, (-float(i), []))
+    assert row.tokens == ids("be") and row.logprobs == [(0.0, [])]
+    assert make_row(0, [1], 9).logprobs is None
+
+
+def test_failed_row_says_why():
+    row = make_row(2, [1], 5)
+    row.push(3)
+    row.fail("out of memory")
+    assert (row.finish_reason, row.error, row.tokens) == ("error", "out of memory", [3])
+    with pytest.raises(AssertionError, match="row 2 is finished"):
+        row.push(1)
+
+
+def test_stop_string_without_text_is_refused():
     with pytest.raises(AssertionError, match="need the text"):
-        Row(0, [], 5, stop_strings=["a"])
+        make_row(0, [], 5, stop_strings=["a"])

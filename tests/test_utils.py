@@ -1,10 +1,12 @@
 """The command line's ends, and JSON as it is found in checkpoints."""
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
 
+from lit_gen.interrupt import Interrupted
 from lit_gen.utils import UserError, read_json, run_cli
 
 
@@ -13,6 +15,7 @@ from lit_gen.utils import UserError, read_json, run_cli
     [
         (UserError("the thing is wrong: mend it"), 2, "error: the thing is wrong: mend it"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
+        (Interrupted(15), 143, "error: interrupted by SIGTERM"),
         (OSError(28, "No space left on device"), 1, "error: No space left on device"),
     ],
 )
@@ -25,6 +28,14 @@ def test_errors_end_with_one_line_and_their_own_status(error, status, line, caps
         run_cli(main)
     out, err = capsys.readouterr()
     assert (end.value.code, out, err) == (status, "", line + "\n")
+
+
+def test_a_character_that_the_encoding_of_stdout_lacks_is_spelled(monkeypatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    run_cli(lambda: print("a→\ud800"))
+    assert stdout.buffer.getvalue() == b"a\\u2192\\ud800\n"
 
 
 def test_a_bug_is_not_hidden_as_bad_input(monkeypatch) -> None:
