@@ -2,13 +2,12 @@
 
     python generate/base.py --prompts '["What food do llamas eat?", "Write one sentence about the sea."]'
 
-Read it from top to bottom: next_token, prefill, generate, decode (the loop), run (text in, text out), main (loading).
+Read it from top to bottom: next_token, prefill, generate, decode (the loop), run (prompts in, answers out), main.
 """
 
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ if __name__ == "__main__":  # from a bare clone, and from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from jsonargparse.typing import Path_fc
 from lightning.fabric import Fabric
 from torch import Tensor
 
@@ -26,10 +24,9 @@ from lit_gen.batch import Batch, Piece
 from lit_gen.cache import Side, rectangle, span_of
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, parameter_dtype, setup_fabric
-from lit_gen.interrupt import Interrupts
 from lit_gen.linear import pack_linears
 from lit_gen.logprobs import row_logprobs
-from lit_gen.plan import is_out_of_memory, plan_batch
+from lit_gen.plan import Plan, is_out_of_memory, plan_batch
 from lit_gen.requests import Prompt, make_batch
 from lit_gen.sampling import Sampler
 from lit_gen.stats import Stats
@@ -44,10 +41,9 @@ def next_token(model: GPT, idx: Tensor, input_pos: Tensor, span: int, sampler: S
 
 
 def prefill(model: GPT, pieces: Sequence[Piece], padding_side: Side = None) -> Tensor:
-    """Runs (pieces of) prompts into their cache rows and returns the logits (B, V) that follow each.
+    """Runs (pieces of) prompts into their cache rows and returns the logits (B, V) that follow those that are through.
 
-    Each runs alone at its own length, so that not even the shape of a matrix product depends on its neighbours. With a
-    `padding_side` they run as one rectangle, which can be faster for many short prompts and is exact up to rounding.
+    Each runs alone at its own length, so that no shape depends on its neighbours; with a `padding_side` as a rectangle.
     """
     device, logits = model.wte.weight.device, []
     for group in [pieces] if padding_side else [[piece] for piece in pieces]:
@@ -55,7 +51,7 @@ def prefill(model: GPT, pieces: Sequence[Piece], padding_side: Side = None) -> T
         idx, input_pos, last = (t.to(device) for t in rectangle(texts, padding_side or "right", starts))
         input_pos = None if padding_side is None and starts == [0] else input_pos  # a fresh row needs no mask
         rows, span = slice(group[0].cache_row, group[-1].cache_row + 1), max(piece.stop for piece in group)
-        logits.append(model(idx, input_pos, last, rows=rows, span=span))  # (B, V)
+        logits.append(model(idx, input_pos, last, rows=rows, span=span)[[piece.ends for piece in group]])  # (B, V)
     return torch.cat(logits)
 
 
@@ -92,11 +88,12 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
             try:
                 if pieces := batch.pieces:
                     epoch, start = batch.arrange(model, epoch), time.perf_counter()
-                    rows = [piece.row for piece in pieces]
+                    rows = [piece.row for piece in pieces if piece.ends]
                     logits = prefill(model, pieces, batch.padding_side)  # (B, V)
                     tokens = sampler_of(rows, device, batch.processors)(logits)  # (B,)
                     batch.push_pieces(tokens.tolist(), row_logprobs(rows, logits, tokens))
-                    stats.add_prefill(model, sum(len(piece.tokens) for piece in pieces), time.perf_counter() - start)
+                    n = sum(len(piece.tokens) for piece in pieces)
+                    stats.add_prefill(model, n, len(rows), time.perf_counter() - start)
                 if rows := batch.decoding:
                     epoch, start = batch.arrange(model, epoch), time.perf_counter()
                     if batch.changed:
@@ -107,10 +104,10 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
                     logits, tokens = next_token(model, idx, input_pos, span_of(columns, batch.shape[1]), sampler)
                     batch.push(rows, tokens.tolist(), row_logprobs(rows, logits, tokens))
                     stats.add_step(columns, time.perf_counter() - start, batch.slots, batch.more)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                batch.halve(f"out of memory: {error}")
+                batch.halve(error)
             for row in batch.retire():
                 stats.add_row(len(row.tokens))
                 yield row
@@ -125,13 +122,13 @@ def run(
     load: Callable[[torch.dtype, torch.device], GPT],
     prompts: str | list[str],
     *,
-    out: Path_fc | None = None,
+    out: Path | None = None,
     chat: bool | None = None,
     stream: bool = False,
     strict: bool | None = None,
     shard: str | None = None,
     max_batch_size: int | None = None,
-    stats_json: Path_fc | None = None,
+    stats_json: Path | None = None,
     **settings: Any,
 ) -> None:
     """Answers prompts: texts go to stdout in the order of the prompts, or lines to a file; numbers to stderr.
@@ -147,7 +144,7 @@ def run(
         stats_json: File to write the numbers to.
     """
     dtype, device = parameter_dtype(fabric), fabric.device
-    options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream}
+    options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
     answers = Answers(prompts, checkpoint_dir, settings, dtype, device, **options)
     if answers.finished:
         return
@@ -157,23 +154,28 @@ def run(
         start = time.perf_counter()
         model = fabric.setup_module(pack_linears(load(dtype, device)), move_to_device=False)
         stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
-        with Interrupts() as interrupts:
-            for row in generate(
-                model,
-                answers.requests(),
-                stop_ids=answers.tokenizer.stop_ids,
-                tokenizer=answers.tokenizer,
-                processors=(),
-                on_text=answers.show if stream else None,
-                on_step=interrupts.check,
-                stats=stats,
-                strict=answers.strict,
-                max_batch_size=plan.rows,
-                max_cache_columns=plan.rows * plan.columns,
-                **settings,
-            ):
-                answers.take(row)
+        answer(model, answers, plan, stats, **settings)
     stats.publish(device, stats_json)
+
+
+def answer(model: GPT, answers: Answers, plan: Plan, stats: Stats, **settings: Any) -> None:
+    """Takes prompts from `answers` as there is room, and hands it their rows."""
+    with answers.interrupts:
+        for row in generate(
+            model,
+            answers.requests(),
+            stop_ids=answers.tokenizer.stop_ids,
+            tokenizer=answers.tokenizer,
+            processors=(),
+            on_text=answers.show if answers.stream else None,
+            on_step=answers.step,
+            stats=stats,
+            strict=answers.strict,
+            max_batch_size=plan.rows,
+            max_cache_columns=plan.rows * plan.columns,
+            **settings,
+        ):
+            answers.take(row)
 
 
 def main(
@@ -186,14 +188,12 @@ def main(
     """Generates text for a list of prompts of any lengths, each row exactly as it would come out alone.
 
     Args:
-        prompts: A text, a JSON list of texts, a .txt file (a prompt a line), a .jsonl file (objects with "prompt" or
-            "messages"), or - for stdin.
-        checkpoint_dir: A Hugging Face folder, a lit folder or a .gguf file. By default SmolLM2-135M-Instruct, which is
-            fetched on first use.
+        prompts: A text, a JSON list of texts, a .txt file (a prompt a line), a .jsonl file (objects), or - for stdin.
+        checkpoint_dir: A Hugging Face folder, a lit folder or a .gguf file; by default SmolLM2-135M-Instruct, fetched.
         precision: By default 32-true on a CPU, and 16 bits on a GPU.
     """
-    checkpoint_dir = checkpoint_dir or fetch_default_model()
-    run(setup_fabric(precision), checkpoint_dir, partial(GPT.from_checkpoint, checkpoint_dir), prompts, **kwargs)
+    path = checkpoint_dir or fetch_default_model()
+    run(setup_fabric(precision), path, lambda *how: GPT.from_checkpoint(path, *how), prompts, **kwargs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The two ends of a job: prompts on their way in; rows on their way out, to stdout or to a file that can be resumed."""
 
-import hashlib
+import errno
 import os
 import sys
 from collections.abc import Container, Iterator
@@ -14,10 +14,11 @@ import torch
 from tqdm import tqdm
 
 from lit_gen.checkpoint import load_config
-from lit_gen.interrupt import Interrupted
-from lit_gen.job import SHARD, fingerprint_model
+from lit_gen.interrupt import Interrupted, Interrupts
+from lit_gen.job import fingerprint_job, refuse_overlap
+from lit_gen.plan import OUT_OF_MEMORY
 from lit_gen.prompt_lines import Prompt
-from lit_gen.prompts import digest_prompts, encode_prompt, printable, read_prompts
+from lit_gen.prompts import digest_prompts, digest_read, encode_prompt, is_stream, read_prompts
 from lit_gen.requests import make_batch
 from lit_gen.result_lines import result_lines
 from lit_gen.results import Results
@@ -25,7 +26,7 @@ from lit_gen.settings import ALL, Request
 from lit_gen.shard import shard_of, shard_path
 from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import UserError
+from lit_gen.utils import UserError, printable, say
 
 AHEAD = 1000  # prompts that are looked at before the model is loaded, to plan memory by the longest of them
 
@@ -34,8 +35,8 @@ class Answers:
     """Reads the prompts of a job, checks them before the model is loaded, and takes its rows.
 
     Without `out` all prompts are read at once, and the texts are printed in their order. With it a file is read as rows
-    are wanted, rows that are in `out` already are left out, and every finished row becomes a line there. `out` is open,
-    and locked, until the end of `with`; at once closed again if there is nothing left to do or something is wrong.
+    are wanted, rows that are in `out` already are left out, and every finished row becomes a line there. `out` stays
+    locked until the end of `with`, or until nothing is left to do.
 
     Args:
         prompts: what `read_prompts` accepts.
@@ -47,13 +48,13 @@ class Answers:
         shard: what `shard_of` accepts.
         strict: raise for a prompt that cannot be run; None does so only without `out`.
         stream: print the text of the only row as it comes.
+        stats_json: will be written at the end, and so must be none of this job's files.
 
     Attributes:
-        config, tokenizer: of the checkpoint.
-        strict: for `generate`.
-        longest: cache columns that a row may need, of the first prompts.
-        n_rows: rows to come, as far as is known without reading all prompts.
+        config, tokenizer, strict: for `generate`.
+        longest, n_rows: cache columns of a row, and rows to come, as far as is known without reading all prompts.
         finished: whether nothing is left to do.
+        interrupts: note signals while they are entered.
     """
 
     def __init__(
@@ -69,68 +70,71 @@ class Answers:
         shard: str | None = None,
         strict: bool | None = None,
         stream: bool = False,
+        stats_json: os.PathLike | None = None,
     ) -> None:
+        self.shard = shard_of(shard, os.environ)
+        path = None if out is None else shard_path(Path(out), *self.shard)
+        refuse_overlap(stats_json, prompts, path)
         self.config, self.tokenizer, self.stream = load_config(checkpoint_dir), Tokenizer(checkpoint_dir), stream
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         self.strict = out is None if strict is None else strict
-        self.shard = shard_of(shard, os.environ)
         self.n_samples, self.temperature = settings.get("num_samples", 1), settings.get("temperature", 0)
         self._open: dict[int, list] = {}  # place -> [prompt, rows that will come, rows that wait for them]
         self._results: Results | None = None
         self._waiting: dict[int, Row] = {}  # rows to print after others
-        self._printed, self.failed = 0, 0
+        self.interrupts = Interrupts()
+        self._printed, self.failed, self._unfit = 0, 0, 0
         self._make_batch = partial(make_batch, config=self.config, tokenizer=self.tokenizer, **settings)
         self._make_batch(iter(()))  # names a wrong setting before any work
-        again = out is not None and isinstance(prompts, str) and prompts != "-"  # it can be read again
-        self._prompts = prompts if again else list(read_prompts(prompts))
-        if out is not None:
+        once = is_stream(prompts)
+        self._prompts = prompts if path and isinstance(prompts, str) and not once else list(read_prompts(prompts))
+        if path is not None:
+            self._digest, self._n_prompts = digest_read(self._prompts) if once else digest_prompts(prompts)
             where = {"dtype": str(dtype), "device": device.type, "torch": torch.__version__}
-            self._open_results(Path(out), prompts, checkpoint_dir, {"chat": self.chat, **settings, **where})
+            options = {"chat": self.chat, **settings, **where}
+            self._results = Results.open(path, fingerprint_job(self._digest, checkpoint_dir, options, self.shard))
         try:
             self.finished = self._is_finished()
         except BaseException:
-            self._close()
+            if self._results is not None:
+                self._results.discard()
             raise
         if self.finished:
             self._close()
-
-    def _open_results(self, out: Path, prompts: str | list[str], checkpoint: Path, options: dict[str, Any]) -> None:
-        """Opens the file of this job and of no other."""
-        if prompts == "-":
-            digest, self._n_prompts = hashlib.sha256(repr(self._prompts).encode()).hexdigest(), len(self._prompts)
-        else:
-            digest, self._n_prompts = digest_prompts(prompts)
-        index, count = self.shard
-        fingerprint = {"prompts": digest, "model": fingerprint_model(checkpoint), **options}
-        if count > 1:  # a merged file has no such part, and is the undivided job's
-            fingerprint[SHARD] = f"{index}/{count}"
-        self._results = Results.open(shard_path(out, index, count), fingerprint)
+            if stats_json is not None:
+                say(f"nothing was run, so {stats_json} is not written")
 
     def _is_finished(self) -> bool:
         """Whether nothing is left to do; what is left is checked and counted."""
         if self._results is not None and self._results.finished:
-            print(f"resumed: {len(self._results.done)} done, 0 left", file=sys.stderr)
+            say(f"resumed: {len(self._results.done)} done, 0 left")
             return True
         self._look_ahead()
-        if self.n_rows:
-            return False
-        if self._results is not None:  # an empty shard, or the job was killed between its last row and the sorting
+        if not self.n_rows:  # an empty shard, or the job was killed between its last row and the sorting
+            self._finish()
+        return not self.n_rows
+
+    def _finish(self) -> None:
+        """Marks the file as finished, if its rows are all there and all of the same prompts."""
+        if isinstance(self._prompts, str) and digest_prompts(self._prompts)[0] != self._digest:
+            what = f"the prompts in {self._prompts} changed while the job ran"
+            raise UserError(f"{what}: {self._results.path} may have rows of both; give another --out")
+        if self._results is not None and not self._unfit:
             self._results.finish()
-        return True
 
     def _look_ahead(self) -> None:
         """Checks the prompts (all of them if strict), and finds out how long and how many rows there are."""
         rows = self._make_batch((request for _, _, request in self._read()), strict=self.strict).waiting
         seen = rows if self.strict else islice(rows, AHEAD)
         self.longest = max((row.columns for row in seen if row.error is None), default=1)
-        done = 0 if self._results is None else len(self._results.done)
+        done, dropped = (0, 0) if self._results is None else (len(self._results.done), self._results.dropped)
         if done or isinstance(self._prompts, list) or self._n_prompts <= AHEAD:
             self.n_rows = sum(n for _, n, _ in self._read(encode=False))
         else:  # not worth another reading
-            index, count = self.shard
-            self.n_rows = len(range(index, self._n_prompts, count)) * self.n_samples
-        if done:
-            print(f"resumed: {done} done, {self.n_rows} left", file=sys.stderr)
+            self.n_rows = len(range(self.shard[0], self._n_prompts, self.shard[1])) * self.n_samples
+        if done or dropped:
+            damage = f"; {dropped} damaged line{'s' * (dropped > 1)} dropped" if dropped else ""
+            say(f"resumed: {done} done, {self.n_rows} left{damage}")
         if self.stream and self.n_rows != 1:
             raise UserError(f"--stream shows a single row, but there are {self.n_rows}: leave it out")
 
@@ -179,20 +183,24 @@ class Answers:
 
     def take(self, row: Row) -> None:
         """Writes or prints a row that has ended."""
-        self.failed += row.error is not None
         self.bar.update()
+        prompt, left, rows = entry = self._open[row.prompt_index]
+        if self._results is not None and row.error == OUT_OF_MEMORY:
+            self._unfit += 1
+        elif row.error is not None:
+            self.failed += 1
+            if not row.error.startswith(prompt.where):
+                row.error = f"{prompt.where}: {row.error}"
         if self._results is None:
-            self._print(row)
-            return
+            return self._print(row)
         if self.stream:
             print(flush=True)
-        entry = self._open[row.prompt_index]
-        prompt, left, rows = entry
         rows.append(row)
         left = left - 1 if row.prompt else 0  # a prompt that cannot be run ends in one row, whatever its n
         if prompt.openai is None or left == 0:
-            for line in result_lines(prompt, rows, self.tokenizer):
-                self._results.write(line)
+            if all(row.error != OUT_OF_MEMORY for row in rows):  # else the same command tries them again
+                for line in result_lines(prompt, rows, self.tokenizer):
+                    self._results.write(line)
             rows.clear()
         entry[1] = left
         if left == 0:
@@ -203,17 +211,21 @@ class Answers:
         while (row := self._waiting.pop(self._printed, None)) is not None:
             self._printed += 1
             if row.error is not None:
-                print(f"error: {row.error}", file=sys.stderr)
-            text = "" if self.stream else row.text
-            print(printable(text) if sys.stdout.isatty() else text, flush=True)
+                say(f"error: {row.error}")
+            self.show(row, ("" if self.stream else row.text) + "\n")
+
+    def step(self) -> None:
+        """To be called between steps: makes rows durable while no other ends, and raises if a signal has come."""
+        if self._results is not None:
+            self._results.sync_if_due()
+        self.interrupts.check()
 
     def _close(self) -> None:
         if self._results is not None:
             self._results.close()
 
     def __enter__(self) -> "Answers":
-        quiet = None if self.n_rows > 1 else True  # None: only on a terminal
-        self.bar = tqdm(total=self.n_rows, unit="row", disable=quiet, file=sys.stderr)
+        self.bar = tqdm(total=self.n_rows, unit="row", disable=None if self.n_rows > 1 else True, file=sys.stderr)
         return self
 
     def __exit__(
@@ -225,11 +237,14 @@ class Answers:
         try:
             if kind is None:
                 assert not self._open, f"{len(self._open)} prompts got no answer"
-                self._results.finish()
+                self._finish()
         finally:
             self._close()
         if isinstance(error, Interrupted | KeyboardInterrupt):
-            n, path = len(self._results.done), self._results.path
-            print(f"{n} rows are in {path}; the same command goes on", file=sys.stderr)
+            say(f"{len(self._results.done)} rows are in {self._results.path}; the same command goes on")
         elif kind is None and self.failed:
-            print(f"{self.failed} rows ended with an error: see {self._results.path}", file=sys.stderr)
+            say(f"{self.failed} rows ended with an error: see {self._results.path}")
+        if kind is None and self._unfit:
+            raise OSError(
+                errno.ENOMEM, f"{self._unfit} rows did not fit into memory: the same command tries them again"
+            )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from lit_gen.cache import SPAN, Side
 from lit_gen.model import GPT
 from lit_gen.penalties import Processor
+from lit_gen.plan import OUT_OF_MEMORY
 from lit_gen.stopping import LogProb, Row
 
 
@@ -31,6 +32,11 @@ class Piece:
     @property
     def tokens(self) -> list[int]:
         return self.row.prompt[self.start : self.stop]
+
+    @property
+    def ends(self) -> bool:
+        """Whether the prompt is through after it."""
+        return self.stop == len(self.row.prompt)
 
 
 class Batch:
@@ -185,11 +191,12 @@ class Batch:
         return model.cache_epoch
 
     def push_pieces(self, tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
-        """The pieces are in the cache, and these tokens follow them, (B,)."""
+        """The pieces are in the cache, and these tokens follow those that end a prompt, (B,)."""
         for piece in self.pieces:
             piece.row.filled = piece.stop
-        self.changed = True  # rows whose prompt is through now take part in the steps
-        self._push([piece.row for piece in self.pieces], tokens, logprobs)
+        ready = [piece.row for piece in self.pieces if piece.ends]
+        self.changed |= bool(ready)  # they now take part in the steps
+        self._push(ready, tokens, logprobs)
 
     def push(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
         """One more column of these rows is in the cache, and these tokens follow, (B,)."""
@@ -199,7 +206,7 @@ class Batch:
 
     def _push(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            if not row.up_to_date:  # a piece of a prompt, or a row that starts again, whose next token is known
+            if not row.up_to_date:  # it starts again, and its next token is known
                 self.changed = True  # a sampler draws for the next token at each step
                 continue
             text = row.push(token, logprob)
@@ -213,7 +220,7 @@ class Batch:
         finished, self.finished = self.finished, []
         return finished
 
-    def halve(self, message: str) -> None:
+    def halve(self, error: BaseException) -> None:
         """Memory ran out: only half as many rows from now on. The last ones start again later; a single one fails.
 
         A single row that has a cache of several rows first gets one of its own size. If it fails nevertheless it was to
@@ -221,11 +228,12 @@ class Batch:
         """
         self.pieces, self.changed = [], True
         if len(self.running) == self.shape[0] == 1:
-            self.running[0].fail(message)
+            self.running[0].fail(OUT_OF_MEMORY)
             self.shape, (self.max_rows, self.max_columns) = (0, 0), self.most
             return
         self.max_rows = max(1, len(self.running) // 2)
-        print(f"{message.splitlines()[0]:.200}\ngoing on with {self.max_rows} rows at a time", file=sys.stderr)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"out of memory ({reason:.150}): going on with {self.max_rows} rows at a time", file=sys.stderr)
         self.max_columns = self.max_rows * self._columns(self.running)
         for row in reversed(self.running[self.max_rows :]):
             row.filled = 0

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -28,6 +29,17 @@ def publish(partial: Path, path: Path) -> None:
             raise
     finally:
         os.close(folder)
+
+
+def refuse_device(path: Path) -> None:
+    """UserError if a path, or a link on its way, lies in /dev or /proc: /dev/stdout may be a file, but not ours."""
+    link = os.path.abspath(path)
+    for _ in range(40):  # as many links as Linux follows
+        if re.match("/(dev|proc)/(?!shm/)", link):
+            raise UserError(f"{path} is a device or a stream, so results would not be safe there: give another --out")
+        if not os.path.islink(link):
+            return
+        link = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
 
 
 def open_locked(path: Path) -> int:

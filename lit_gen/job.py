@@ -62,6 +62,19 @@ def write_job(out: Path, job: Job) -> None:
     publish(partial, path)
 
 
+def refuse_overlap(stats_json: os.PathLike | None, prompts: str | list[str], out: Path | None) -> None:
+    """UserError if --stats_json cannot be written, or would overwrite the prompts, the output file or its side file."""
+    if stats_json is not None and (os.path.isdir(stats_json) or not Path(stats_json).parent.is_dir()):
+        raise UserError(f"cannot write --stats_json {stats_json}: give a file in a folder that exists")
+    files = [Path(prompts)] if isinstance(prompts, str) and os.path.isfile(prompts) else []
+    if out is not None:
+        real = Path(os.path.realpath(out))
+        files += [real, job_path(real)]
+    for file in files:
+        if stats_json is not None and os.path.realpath(stats_json) == os.path.realpath(file):
+            raise UserError(f"--stats_json {stats_json} would overwrite {file}: give another one")
+
+
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """Each part in which two fingerprints differ, such as 'settings.seed (was 1, is 2)'."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -79,6 +92,16 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:24]}...{text[-12:]}"
+
+
+def fingerprint_job(prompts: str, checkpoint: Path, options: dict[str, Any], shard: tuple[int, int]) -> dict[str, Any]:
+    """What decides the rows of a job: the digest of its prompts, the model, the options; and which part it has.
+
+    The undivided job names no part, nor does a merged file, which is the undivided job's.
+    """
+    index, count = shard
+    part = {SHARD: f"{index}/{count}"} if count > 1 else {}
+    return {"prompts": prompts, "model": fingerprint_model(checkpoint), **options, **part}
 
 
 def fingerprint_model(checkpoint: Path) -> dict[str, str]:

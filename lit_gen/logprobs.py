@@ -27,7 +27,9 @@ def log_probabilities(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, T
     for part, token in zip(logits.split(n), tokens[:, None].split(n), strict=True):
         best = part.amax(-1, keepdim=True)  # (n, 1)
         total = relative_weights(part, best, torch.ones_like(best, dtype=torch.float64)).sum(-1, keepdim=True)  # (n, 1)
-        ids = V - 1 - (sort_keys(part).topk(k).values & 0xFFFFFFFF)  # (n, k)
+        ids = token[:, :0]  # (n, 0)
+        if k > 0:
+            ids = V - 1 - (sort_keys(part).topk(k).values & 0xFFFFFFFF)  # (n, k)
         values = part.gather(1, torch.cat([token.clamp(min=0), ids], 1)).double()  # (n, 1 + k)
         values = values - best - (total.double() / ONE).log()
         values.masked_fill_(~best.isfinite(), math.nan)  # what a NaN is as an integer weight differs by device
@@ -39,9 +41,16 @@ def log_probabilities(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, T
 
 def row_logprobs(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> Sequence[LogProb | None]:
     """What `Row.push` takes beside a token, for logits (B, V) and tokens (B,); None for rows that do not ask for it."""
-    wanted = [row.settings.logprobs for row in rows]
-    if all(k is None for k in wanted):
-        return [None] * len(rows)
-    chosen, values, ids = log_probabilities(logits, tokens, max(k or 0 for k in wanted))
-    table = zip(wanted, chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [None if k is None else (logprob, list(zip(i[:k], v[:k], strict=True))) for k, logprob, i, v in table]
+    wanted: dict[bool, list[int]] = {}  # rows that ask for the chosen token alone, and for the best ones too
+    for b, row in enumerate(rows):
+        if row.settings.logprobs is not None:
+            wanted.setdefault(row.settings.logprobs > 0, []).append(b)
+    found: list[LogProb | None] = [None] * len(rows)
+    for places in wanted.values():
+        index = torch.tensor(places, device=logits.device)
+        counts = [rows[b].settings.logprobs for b in places]
+        chosen, values, ids = log_probabilities(logits.index_select(0, index), tokens[index], max(counts))
+        table = zip(places, counts, chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+        for b, k, logprob, i, v in table:
+            found[b] = logprob, list(zip(i[:k], v[:k], strict=True))
+    return found

@@ -8,6 +8,7 @@ the job, not OpenAI's default. Responses hold no clock and no random id: the sam
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from lit_gen.prompt_lines import OpenAIRequest, Prompt, as_name, check_settings, fill_content, is_whole
@@ -23,6 +24,7 @@ SAME_NAME += ("logit_bias", "stop", "seed", "n")
 WITHOUT_EFFECT = ("user", "metadata", "store")
 BODY_KEYS = {*SAME_NAME, *WITHOUT_EFFECT, "model", "max_tokens", "max_completion_tokens", "top_k", "logprobs", "stream"}
 MAX_TOP_LOGPROBS = 20
+MOST_TOKENS = 2**16  # whose text and bytes are remembered, some 20 MB: a row with 20 alternatives repeats thousands
 LEAST_LOGPROB = -9999.0  # what OpenAI and vLLM write for a token that cannot be; JSON has no -inf
 NAN = "the model gave a number that is not finite, so no next token could be chosen"
 
@@ -174,13 +176,21 @@ def _completion_logprobs(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=MOST_TOKENS)
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Text of a token as it stands after a letter: alone, some tokenizers drop the space that a word begins with."""
-    letter = tokenizer.encode("a", add_special_tokens=False).tolist()
-    before = tokenizer.decode(letter, skip_special_tokens=False)
+    letter, before = _letter(tokenizer)
     return tokenizer.decode([*letter, token], skip_special_tokens=False)[len(before) :]
 
 
+@lru_cache(maxsize=1)
+def _letter(tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """Tokens of a letter, and what they decode to."""
+    letter = tokenizer.encode("a", add_special_tokens=False).tolist()
+    return letter, tokenizer.decode(letter, skip_special_tokens=False)
+
+
+@lru_cache(maxsize=MOST_TOKENS)
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """UTF-8 of a token. A part of a character is that part, so that the bytes of a row add up to its text."""
     backend, piece = tokenizer.backend, tokenizer.backend.token_of(token)

@@ -1,6 +1,7 @@
 """How many rows fit into memory, worked out before the model is loaded."""
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 
 from lit_gen.cache import SPAN
 from lit_gen.config import Config
+from lit_gen.linear import multiplies
 from lit_gen.model import GPT
 from lit_gen.settings import check_count
 
+OUT_OF_MEMORY = "out of memory, even as the only row: free some, shorten the prompt or lower max_new_tokens"
 SHARE = 0.8  # of the free memory; the rest is for activations
 MOST_ROWS = {"cpu": 64, "cuda": 256}  # more hardly pay: the step is then bound by arithmetic, and the tail gets longer
 
@@ -57,9 +60,14 @@ def plan_batch(
     columns = -(-longest // SPAN) * SPAN
     column_bytes = 2 * config.n_layer * config.n_query_groups * config.head_size * dtype.itemsize
     with torch.device("meta"):
-        weights = sum(p.numel() for p in GPT(config).parameters()) * dtype.itemsize
+        n_weights = sum(p.numel() for p in GPT(config).parameters())
+    packed_in_float32 = device.type == "cpu" and not multiplies(dtype)  # see linear.py
+    weights = n_weights * (4 if packed_in_float32 else dtype.itemsize)
     free = free_memory(device)
     fit = int((free - weights) * SHARE) // (columns * column_bytes)
+    if fit < 1:
+        needed = (weights + columns * column_bytes) / 1e9
+        print(f"a row of {columns} columns may not fit: it needs {needed:.1f} GB of {free / 1e9:.1f}", file=sys.stderr)
     rows = max(1, min(fit, n_rows, max_batch_size or MOST_ROWS.get(device.type, 64)))
     return Plan(rows, columns, rows * columns * column_bytes, weights, free)
 
@@ -79,6 +87,8 @@ def free_memory(device: torch.device) -> int:
     return max(free, 0)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch had no memory left, on whichever device."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory left, on whichever device and in whichever library."""
+    texts = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))

@@ -1,4 +1,4 @@
-"""What `--prompts` accepts (a list, a text, a .txt or .jsonl file, `-` for stdin), line by line, down to token ids.
+"""What `--prompts` accepts (a list, a text, a .txt or .jsonl file, a pipe, `-` for stdin), line by line, down to ids.
 
 `prompt_lines.py` reads one line of a .jsonl file, `openai_batch.py` one in OpenAI's batch format.
 """
@@ -6,9 +6,10 @@
 import codecs
 import hashlib
 import json
-import re
+import os
+import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +18,8 @@ from lit_gen import openai_batch, prompt_lines
 from lit_gen.prompt_lines import Prompt
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
+
+ENDINGS = (".txt", ".jsonl")
 
 
 def read_prompts(prompts: str | list[str]) -> Iterator[Prompt]:
@@ -28,10 +31,11 @@ def read_prompts(prompts: str | list[str]) -> Iterator[Prompt]:
     - a path that ends in .jsonl: an object a line, with `"prompt"` (a text or a list of token ids) or `"messages"`
       (`[{"role": "...", "content": "..."}]`), and if you like with an `"id"` and with settings by name; or a request in
       OpenAI's batch format (openai_batch.py). null as a setting means not given. Blank lines are skipped
-    - any other text: one prompt
+    - a pipe, such as `<(...)` of a shell: as its ending says, or else as stdin
+    - any other text that is not the name of a file: one prompt
 
     Files are UTF-8; a byte order mark and Windows line breaks are accepted. What is wrong with a line is its prompt's
-    `error`, and nothing is raised. Memory does not grow with the file, but for 8 bytes (a digest) of each id.
+    `error`, and nothing is raised. Memory does not grow with the file, but for a digest of each id, about 84 bytes.
 
     Raises:
         UserError: at once if the file cannot be read; at the end if there was no prompt.
@@ -44,18 +48,16 @@ def read_prompts(prompts: str | list[str]) -> Iterator[Prompt]:
         return _some(_read_file(nullcontext(sys.stdin.buffer), "stdin", jsonl=None), "stdin")
     if _is_path(prompts):
         source = prompts if prompts.isprintable() else ascii(prompts)
-        return _some(_read_file(_open(prompts), source, jsonl=prompts.endswith(".jsonl")), source)
+        jsonl = prompts.endswith(".jsonl") if prompts.endswith(ENDINGS) else None
+        return _some(_read_file(_open(prompts), source, jsonl), source)
     if prompts.lstrip().startswith('["'):
         raise UserError(f"--prompts looks like a JSON list of texts but is none: {prompts[:60]!r}")
     return _read_list([prompts])
 
 
-def strict_prompts(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-    """The same prompts; raises UserError at the first that has an error."""
-    for prompt in prompts:
-        if prompt.error is not None:
-            raise UserError(prompt.error)
-        yield prompt
+def digest_read(prompts: list[Prompt]) -> tuple[str, int]:
+    """A sha256 of prompts that can be read only once, and how many there are."""
+    return hashlib.sha256(repr(prompts).encode()).hexdigest(), len(prompts)
 
 
 def digest_prompts(prompts: str | list[str]) -> tuple[str, int]:
@@ -64,7 +66,7 @@ def digest_prompts(prompts: str | list[str]) -> tuple[str, int]:
     Raises:
         UserError: the file cannot be read.
     """
-    assert prompts != "-", "stdin can be read only once"
+    assert not is_stream(prompts), "stdin and pipes can be read only once"
     if isinstance(prompts, list) or not _is_path(prompts):
         texts = prompts if isinstance(prompts, list) else [prompts]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest(), len(texts)
@@ -76,11 +78,33 @@ def digest_prompts(prompts: str | list[str]) -> tuple[str, int]:
     return digest.hexdigest(), count
 
 
+def is_stream(prompts: str | list[str]) -> bool:
+    """Whether this can be read only once: stdin or a pipe."""
+    return prompts == "-" or (isinstance(prompts, str) and stat.S_ISFIFO(_mode(prompts)))
+
+
+def _mode(path: str) -> int:
+    """What kind of file this is, for the `stat` module; 0 if there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError):  # ValueError: a text that cannot be a path
+        return 0
+
+
 def _is_path(prompts: str) -> bool:
-    return prompts.endswith((".txt", ".jsonl"))
+    """Whether this names a file of prompts; UserError if it is one of another kind, and hardly a prompt."""
+    mode = _mode(prompts)
+    if prompts.endswith(ENDINGS) or stat.S_ISFIFO(mode):
+        return True
+    if mode and not stat.S_ISDIR(mode):
+        remedy = 'let its name end in .txt or .jsonl, or read it from stdin: --prompts - < FILE (a prompt is ["..."])'
+        raise UserError(f"--prompts is the file {prompts!r}, but its name does not say how to read it: {remedy}")
+    return False
 
 
 def _open(path: str) -> BinaryIO:
+    if (mode := _mode(path)) and not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"the prompts file {path!r} is a device or a socket: give a file, a pipe or - for stdin")
     try:
         return Path(path).open("rb")
     except OSError as err:
@@ -205,12 +229,3 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, *, chat: bool) -> list[i
             raise UserError(f"{prompt.where} has no tokens, and there is no BOS or EOS token to start from")
         ids = [first]
     return ids
-
-
-def printable(text: str) -> str:
-    r"""`text` for a terminal: control characters other than line break and tab become visible, such as `\x1b`.
-
-    Model output may hold escape sequences, and marks that reverse the direction of writing. Works piece by piece.
-    """
-    unsafe = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(unsafe, lambda match: ascii(match.group())[1:-1], text)

@@ -14,7 +14,7 @@ from lit_gen.batch import Batch
 from lit_gen.cache import Side
 from lit_gen.config import Config
 from lit_gen.penalties import Processor
-from lit_gen.settings import Request, Settings, check_count
+from lit_gen.settings import Request, Settings, check_count, check_names
 from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
@@ -46,7 +46,7 @@ def make_batch(
     """The rows of a job, ready to start.
 
     Args:
-        num_samples: Rows per prompt.
+        num_samples: Rows per prompt (`n` in a request).
         truncate: left cuts the beginning of a prompt that is too long for the context; by default it is an error.
         strict: One bad prompt ends everything; else it becomes a row with `finish_reason` "error".
         max_batch_size: Rows that run at a time.
@@ -61,15 +61,8 @@ def make_batch(
     Raises:
         UserError: a setting is out of range; if strict and `prompts` has a length also for a prompt that cannot be run.
     """
-    if truncate not in (None, "left"):
-        raise UserError(f"truncate is {truncate!r:.40}, but must be left or left out")
-    if padding_side not in (None, "left", "right"):
-        raise UserError(f"padding_side is {padding_side!r:.40}, but must be left, right or left out")
-    counts = {"num_samples": num_samples, "max_batch_size": max_batch_size, "prefill_budget": prefill_budget}
-    if max_cache_columns is not None:
-        counts["max_cache_columns"] = max_cache_columns
-    for name, value in counts.items():
-        check_count(name, value)
+    counts = {"max_batch_size": max_batch_size, "prefill_budget": prefill_budget, "num_samples": num_samples}
+    _check_options(truncate, padding_side, stop_ids, processors, counts | {"max_cache_columns": max_cache_columns})
     asked = with_settings(prompts, n=num_samples, **settings)
     limits = Limits(config, tokenizer is not None, truncate)
     if isinstance(asked, list):
@@ -83,6 +76,19 @@ def make_batch(
     return Batch(rows, max_batch_size, max_cache_columns, prefill_budget, **how)
 
 
+def _check_options(truncate: Any, padding_side: Any, stop_ids: Any, processors: Any, counts: dict[str, Any]) -> None:
+    if truncate not in (None, "left"):
+        raise UserError(f"truncate is {truncate!r:.40}, but must be left or left out")
+    if padding_side not in (None, "left", "right"):
+        raise UserError(f"padding_side is {padding_side!r:.40}, but must be left, right or left out")
+    for name, value in (("stop_ids", stop_ids), ("processors", processors)):
+        if not isinstance(value, Collection) or isinstance(value, str):
+            raise UserError(f"{name} is {value!r:.40}, but must be a list")
+    for name, value in counts.items():
+        if not (name == "max_cache_columns" and value is None) and not (name == "num_samples" and _is_list(value)):
+            check_count(name, value)
+
+
 def with_settings(prompts: Iterable[Prompt], **settings: Any) -> Iterable[Asked]:
     """Every prompt as a request beside the settings of the job; a list if `prompts` has a length, else made on demand.
 
@@ -90,6 +96,7 @@ def with_settings(prompts: Iterable[Prompt], **settings: Any) -> Iterable[Asked]
         prompts: token ids, (T,) each, or requests.
         settings: those of `Settings`. In place of a number there may be a list, with one for each prompt.
     """
+    check_names(settings)
     lists = {k: v for k, v in settings.items() if k not in ("stop", "logit_bias") and _is_list(v)}
     if not lists:
         pairs = zip(map(_request, prompts), repeat(Settings(**settings)))
@@ -149,8 +156,9 @@ def resolve(request: Request, place: int, settings: Settings, limits: Limits) ->
     if T > room > 0 and limits.truncate == "left":
         return prompt[T - room :], own
     if T > room:
-        left = context + 1 - T
-        remedy = f"set max_new_tokens to {left} or shorten it" if left > 0 else f"shorten it to {context}"
+        left = context + 1 - T  # for new tokens
+        remedies = [f"set max_new_tokens to {left}"] * (left > 0) + [f"shorten it to {room}"] * (room > 0)
+        remedy = " or ".join(remedies) or "shorten it, and lower max_new_tokens"
         raise UserError(
             f"{where} has {T} tokens and {n} new ones are wanted, "
             f"which exceeds the model's context of {context}: {remedy}"

@@ -16,8 +16,12 @@ def result_lines(prompt: Prompt, rows: Sequence[Row], tokenizer: Tokenizer) -> l
 
     index: the prompt's place, from 0. id: the user's, or the index. sample: only if the prompt has several rows.
     prompt: text, messages or token ids, as given. logprobs: only if asked for, per token its `id`, its `logprob` and
-    `top`, pairs of id and log-probability. error: only if the finish reason is "error" or "nan". A prompt with an error
-    gives one object of index, id, finish_reason and error.
+    `top`, pairs of id and log-probability. error: only if the finish reason is "error" or "nan".
+
+    With the finish reason "error" nothing was generated, so text, token_ids and logprobs are left out, however late the
+    error was found; prompt too if the line could not be read:
+
+        {"index": 1, "id": 1, "prompt": "...", "finish_reason": "error", "error": "line 2 of ..."}
 
     Args:
         prompt: of these rows.
@@ -32,11 +36,14 @@ def result_lines(prompt: Prompt, rows: Sequence[Row], tokenizer: Tokenizer) -> l
     given = next(value for value in (prompt.text, prompt.messages, prompt.ids) if value is not None)
     lines = []
     for row in sorted(rows, key=lambda row: row.sample):
-        line = name | ({"sample": row.sample} if row.settings.n > 1 else {}) | {"prompt": given, "text": row.text}
-        line |= {"token_ids": row.tokens, "finish_reason": row.finish_reason}
+        line = name | ({"sample": row.sample} if row.settings.n > 1 else {}) | {"prompt": given}
+        if row.finish_reason == "error":
+            lines.append(line | {"finish_reason": "error", "error": row.error})
+            continue
+        line |= {"text": row.text, "token_ids": row.tokens, "finish_reason": row.finish_reason}
         if row.logprobs is not None:
             line["logprobs"] = _logprobs(row)
-        if row.finish_reason in ("error", "nan"):
+        if row.finish_reason == "nan":
             line["error"] = row.error or openai_batch.NAN
         lines.append(line)
     return lines

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lit_gen.durable import lock, open_locked, partial_path, publish
+from lit_gen.durable import lock, open_locked, partial_path, publish, refuse_device
 from lit_gen.job import Job, differences, job_path, read_job, write_job
 from lit_gen.rows import Rows, end_of_last_line, key_of, parse_line
 from lit_gen.utils import UserError
@@ -40,6 +40,7 @@ class Results:
         self._size = 0  # bytes, up to the end of the last whole line
         self._synced = (0, 0)  # rows and bytes that are known to be on the disk
         self._sync_time = time.monotonic()
+        self._created: list[Path] = []  # files that were not there before
 
     @classmethod
     def open(cls, path: Path, fingerprint: dict[str, Any]) -> "Results":
@@ -54,11 +55,14 @@ class Results:
             UserError: the file belongs to another job or to none, another process is writing it, or it cannot be
                 written. Nothing in it has then changed.
         """
+        refuse_device(path)
         path = Path(os.path.realpath(path))  # replacing a link would not change the file that it points to
         fingerprint = json.loads(json.dumps(fingerprint, allow_nan=False))
         with contextlib.ExitStack() as on_error:
+            created = [] if path.exists() else [path]
             fd = open_locked(path)
             on_error.callback(os.close, fd)
+            on_error.callback(_remove_if_empty, fd, created)
             try:
                 job, size = read_job(path), os.fstat(fd).st_size
                 if job is None and size:
@@ -70,11 +74,14 @@ class Results:
                     )
                 for leftover in (partial_path(path), partial_path(job_path(path))):
                     leftover.unlink(missing_ok=True)
+                if job is None:
+                    created.append(job_path(path))
                 if job is None or not size:  # new, or nothing came of it yet, so it may still become another job's
                     job = Job(fingerprint)
                     write_job(path, job)
                 results = cls(path, fd, job)
                 results._resume()
+                results._created = created
             except OSError as error:
                 raise UserError(f"cannot write {error.filename or path}: {error.strerror or error}") from None
             on_error.pop_all()
@@ -139,7 +146,11 @@ class Results:
         finally:
             if self._fd >= 0 and self._size == start:  # an interrupt between two parts of a line
                 os.ftruncate(self._fd, start)
-        if time.monotonic() - self._sync_time >= FSYNC_SECONDS:
+        self.sync_if_due()
+
+    def sync_if_due(self) -> None:
+        """Makes rows durable that have been in the file for long; to be called often. OSError as for `write`."""
+        if self._size > self._synced[1] and time.monotonic() - self._sync_time >= FSYNC_SECONDS:
             self._sync()
 
     def _sync(self) -> None:
@@ -158,20 +169,15 @@ class Results:
         what = f"{error.strerror}: {self._synced[0]} rows are safe in {self.path}"
         return OSError(error.errno, f"{what}; mend this, and the same command goes on")
 
-    def finish(self, expected: int | None = None) -> None:
+    def finish(self) -> None:
         """Puts the file into input order, if it is not, and marks the job as finished.
 
         The sorted copy replaces the file in one step, so that a crash at any moment leaves one of the two. Memory holds
         32 bytes a row, the disk for a while twice the file. A file that is finished already is not touched.
 
-        Args:
-            expected: how many rows the job has; UserError if the file has fewer or more.
-
         Raises:
             OSError: as `write` does, with all rows safe.
         """
-        if expected is not None and len(self.done) != expected:
-            raise UserError(f"{self.path} has {len(self.done)} rows, but the job has {expected}: run it again")
         if self.finished:
             return
         self._sync()
@@ -208,6 +214,12 @@ class Results:
             os.close(self._fd)
             self._fd = -1
 
+    def discard(self) -> None:
+        """Closes the file of a job that is not run after all; leaves no empty one that was not there before."""
+        if self._fd >= 0 and not self.finished:
+            _remove_if_empty(self._fd, self._created)
+        self.close()
+
     def __enter__(self) -> "Results":
         return self
 
@@ -215,3 +227,10 @@ class Results:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _remove_if_empty(fd: int, created: list[Path]) -> None:
+    """Removes the files that were created for an output file, open as `fd`, to which nothing was written."""
+    if os.fstat(fd).st_size == 0:
+        for path in created:
+            path.unlink(missing_ok=True)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_gen.penalties import Penalties, Processor
+from lit_gen.penalties import Penalties, Processor, RowHistory
 from lit_gen.settings import Settings
 
 ONE = 2.0**44  # weight of a row's best token; 2**18 tokens as good as the best still add up to less than 2**63
 CHUNK = 2**20  # logits handled at once: 64 rows of 49,152 took 17 ms like this and 37 ms in one piece (page faults)
 NUCLEUS = 1024  # top_p looks at so many best tokens first: 24 ms for 64 rows of 49,152, a full sort takes 190 ms
+STEPS = 64  # random numbers of each row that go to the device at once
 
 
 class Sampler:
@@ -41,6 +42,8 @@ class Sampler:
         device: of the logits.
         processors: functions of (tokens (1, T), logits (1, V)) that return logits (1, V), such as Hugging Face's; each
             is called for one row at a time, on its prompt and new tokens.
+        histories: of the rows, each made once for its row, so that a new sampler does not read whole texts again; by
+            default made here. A row is in one sampler at a time.
     """
 
     def __init__(
@@ -51,14 +54,11 @@ class Sampler:
         noise: Sequence[np.ndarray | None],
         device: torch.device | str,
         processors: Sequence[Processor] = (),
+        histories: Sequence[RowHistory] | None = None,
     ) -> None:
-        self._settings = settings
-        self._penalties = Penalties(settings, prompts, tokens, device, processors)
-        rest = {b: noise[b][len(tokens[b]) :] for b, row in enumerate(settings) if row.temperature > 0}
-        table = np.zeros((max(map(len, rest.values()), default=0), len(settings), 1))  # rows end at different steps
-        for b, numbers in rest.items():
-            table[: len(numbers), b, 0] = numbers
-        self._noise = torch.from_numpy(table).to(device)  # (steps, B, 1)
+        self._settings, self._device = settings, device
+        self._penalties = Penalties(settings, prompts, tokens, device, processors, histories)
+        self._rest = {b: noise[b][len(tokens[b]) :] for b, row in enumerate(settings) if row.temperature > 0}
         self._step = 0
         self._groups: list[Group] | None = None  # made by the first call, which tells V
 
@@ -74,12 +74,22 @@ class Sampler:
         """
         if self._groups is None:
             self._groups = group_rows(self._settings, logits.size(1), logits.device)
-        assert not self._groups or self._step < len(self._noise), f"no row has noise for step {self._step}"
-        uniform = self._noise[self._step] if self._groups else None  # (B, 1)
+        if self._groups and self._step % STEPS == 0:
+            self._noise = self._next_noise()
+        assert not self._groups or self._step % STEPS < len(self._noise), f"no row has noise for step {self._step}"
+        uniform = self._noise[self._step % STEPS] if self._groups else None  # (B, 1)
         token = sample(self._penalties.apply(logits), uniform, self._groups)
         self._penalties.append(token)
         self._step += 1
         return token
+
+    def _next_noise(self) -> Tensor:
+        """Random numbers for the next steps, (steps, B, 1) float64; 0 where a row, which ends earlier, has none."""
+        numbers = {b: row[self._step : self._step + STEPS] for b, row in self._rest.items()}
+        table = np.zeros((max(map(len, numbers.values())), len(self._settings), 1))
+        for b, row in numbers.items():
+            table[: len(row), b, 0] = row
+        return torch.from_numpy(table).to(self._device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,16 +73,23 @@ class Settings:
 
     def override(self, changes: Mapping[str, Any]) -> "Settings":
         """These settings with some of them changed; UserError for a name that is none of them."""
-        unknown = sorted(changes.keys() - {field.name for field in fields(self)})
-        if unknown:
-            known = ", ".join(field.name for field in fields(self))
-            raise UserError(f"there is no setting {unknown[0]!r}: use {known}")
+        check_names(changes)
         return replace(self, **changes)
 
     @property
     def penalised(self) -> bool:
         """Whether the choice of a token depends on those before it."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def check_names(settings: Any) -> None:
+    """Raises UserError for what is no mapping, and for a name that is none of the settings'."""
+    known = [field.name for field in fields(Settings)]
+    if not isinstance(settings, Mapping):
+        raise UserError(f"settings are {settings!r:.40}, but must be given by name: {', '.join(known)}")
+    for name in settings:
+        if name not in known:
+            raise UserError(f"there is no setting {name!r:.40}: use {', '.join(known)}")
 
 
 def check_count(name: str, value: Any) -> None:

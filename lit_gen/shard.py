@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lit_gen.utils import UserError
+from lit_gen.utils import UserError, say
 
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchrun's comes first: it may run under srun
 
@@ -12,7 +12,8 @@ LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchr
 def shard_of(shard: str | None, environ: Mapping[str, str]) -> tuple[int, int]:
     """This process's number and how many there are: of "i/n" if given, else as torchrun or srun say, else (0, 1).
 
-    SLURM counts only if it says which task this is: SLURM_NTASKS alone is also set in an interactive allocation.
+    What a launcher says is repeated on stderr: such variables may also be left over. SLURM counts only if it says which
+    task this is: SLURM_NTASKS alone is also set in an interactive allocation.
 
     Raises:
         UserError: not two whole numbers with 0 <= i < n, or of torchrun's two variables only one is set.
@@ -23,7 +24,10 @@ def shard_of(shard: str | None, environ: Mapping[str, str]) -> tuple[int, int]:
         if rank in environ or (size in environ and rank == "RANK"):
             values = (environ.get(rank, ""), environ.get(size, ""))
             what = f"{rank} is {values[0]!r:.40} and {size} is {values[1]!r:.40}"
-            return _numbers(*values, what, "set or unset both, or give --shard i/n")
+            index, count = _numbers(*values, what, "set or unset both, or give --shard i/n")
+            if count > 1:
+                say(f"shard {index}/{count} (from {rank} and {size}; --shard 0/1 takes all)")
+            return index, count
     return 0, 1
 
 

@@ -6,6 +6,7 @@ however many rows share it.
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -30,7 +31,7 @@ class Stats:
         load_seconds: time to load the model.
         prompt_tokens: tokens that were prefilled.
         prefill_seconds: time in prefills; they also choose the first token of each row.
-        time_to_first_token: seconds from the start of generation to the first token of any row; None before that.
+        time_to_first_token: seconds from when this was made to the first token of any row; None before that.
         rows: finished rows.
         new_tokens: tokens kept by finished rows: no stop, nothing after it.
         first_tokens: those of `new_tokens` that a prefill chose (one per row that keeps any).
@@ -64,12 +65,13 @@ class Stats:
     bytes_read: int = 0
     cache_bytes: int = 0
     peak_memory: int = 0
+    started: float = field(default_factory=time.perf_counter, repr=False)
     traffic: "Traffic | None" = field(default=None, repr=False)
 
-    def add_prefill(self, model: GPT, prompt_tokens: int, seconds: float) -> None:
-        """Counts a prefill of one or more rows, which also chose their first tokens, and takes the model's measures."""
-        if self.time_to_first_token is None:
-            self.time_to_first_token = seconds
+    def add_prefill(self, model: GPT, prompt_tokens: int, first_tokens: int, seconds: float) -> None:
+        """Counts a prefill of (pieces of) prompts, which also chose so many first tokens; measures the cache."""
+        if first_tokens and self.time_to_first_token is None:
+            self.time_to_first_token = time.perf_counter() - self.started
         self.cache_bytes = max(self.cache_bytes, model.cache_bytes)
         if self.traffic is None:
             self.traffic = Traffic(model)
@@ -145,7 +147,7 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """All counters and rates, by name."""
         rates = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        counters = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "traffic"}
+        counters = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("started", "traffic")}
         return counters | {name: getattr(self, name) for name in rates}
 
     def publish(self, device: torch.device, file: PathLike | None) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lit_gen.penalties import Processor
+from lit_gen.penalties import Processor, RowHistory
 from lit_gen.sampling import Sampler, row_stream
 from lit_gen.settings import Settings
 from lit_gen.tokenizer_backends import TextStream
@@ -69,6 +69,7 @@ class Row:
         self.filled = 0
         self._occurrence = occurrence
         self._noise: np.ndarray | None = None
+        self.history = RowHistory(prompt, settings)
         self._decoded = 0  # so many tokens went into the stream
         self._shown: list[str] = []
         self._held = ""  # the end of the text that may begin a stop string
@@ -174,5 +175,6 @@ def _overlap(text: Sequence, stops: Sequence[Sequence]) -> int:
 
 def sampler_of(rows: Sequence[Row], device: torch.device, processors: Sequence[Processor] = ()) -> Sampler:
     """Chooses the next tokens of these rows, from where each stands now."""
-    settings, prompts, tokens, noise = zip(*((r.settings, r.prompt, r.tokens, r.noise) for r in rows), strict=True)
-    return Sampler(settings, prompts, tokens, noise, device, processors)
+    settings, histories = [row.settings for row in rows], [row.history for row in rows]
+    texts, noise = ([row.prompt for row in rows], [row.tokens for row in rows]), [row.noise for row in rows]
+    return Sampler(settings, *texts, noise, device, processors, histories)

@@ -32,6 +32,20 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not acceptable JSON: {error}") from None
 
 
+def printable(text: str) -> str:
+    r"""`text` for a terminal: control characters other than line break and tab become visible, such as `\x1b`.
+
+    Model output may hold escape sequences, and marks that reverse the direction of writing. Works piece by piece.
+    """
+    unsafe = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(unsafe, lambda match: ascii(match.group())[1:-1], text)
+
+
+def say(message: str) -> None:
+    """Prints one line to stderr; what would steer a terminal, and line breaks, which names may hold, become visible."""
+    print(printable(message).replace("\n", "\\n"), file=sys.stderr)
+
+
 def run_cli(main: Callable[..., Any]) -> None:
     """Runs `main` with the command line's arguments; an error that a user can act on becomes one line on stderr.
 
@@ -66,5 +80,5 @@ def run_cli(main: Callable[..., Any]) -> None:
 
 
 def _report(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    say(f"error: {message}")
     return 2

@@ -1,6 +1,6 @@
 """Measures generation against transformers: same weights, same prompts, one process, runs in turn, medians, ratios.
 
-    python scripts/benchmark.py --precision float32 bfloat16 --batch 1 8 64
+    python scripts/benchmark.py --precision '["float32", "bfloat16"]' --batch '[1, 8, 64]'
     python scripts/benchmark.py --limits true
 
 Absolute figures of a shared machine are noise; the ratios of runs that alternate are not. Prefill is the time until

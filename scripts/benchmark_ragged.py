@@ -1,12 +1,12 @@
 """Measures a job of prompts of many lengths: continuous batching against static batches, ours and transformers'.
 
-    python scripts/benchmark_ragged.py --precision bfloat16 --slots 32 64 --static 16 32
+    python scripts/benchmark_ragged.py --precision bfloat16 --slots '[64, 32]' --static_batch '[16, 32]'
     python scripts/benchmark_ragged.py --requests requests.json     # [{"ids": [...], "max_new": 90}, ...]
     python scripts/benchmark_ragged.py --trace trace.csv            # columns ContextTokens and GeneratedTokens
 
 Static batches are sorted by total length, and each runs until its longest row ends, as `transformers.generate` does.
-Runs alternate; absolute figures of a shared machine are noise, ratios of runs in turn are not. Only the tokens that a
-request asks for count. Nothing stops at an end token.
+Runs alternate: absolute figures of a shared machine are noise, ratios of runs in turn are not. Only tokens that are
+asked for count, and nothing stops at an end token.
 """
 
 import csv
@@ -35,16 +35,14 @@ from lit_gen.download import fetch_default_model
 from lit_gen.export import save_hf
 from lit_gen.linear import pack_linears
 from lit_gen.model import GPT
-from lit_gen.settings import Request
+from lit_gen.settings import Request, check_count
 from lit_gen.stats import Stats
 from lit_gen.utils import UserError, read_json, run_cli
 
 CPU = torch.device("cpu")
 
 
-class Job(NamedTuple):
-    """One request: prompt ids (T,) and how many new tokens it wants."""
-
+class Job(NamedTuple):  # one request: prompt ids (T,) and how many new tokens it wants
     ids: list[int]
     new: int
 
@@ -107,11 +105,17 @@ def read_jobs(requests: Path | None, trace: Path | None, n: int, longest: int, v
     """Requests of a file; or of random ids, with the lengths of a trace, or with log-normal ones if there is none."""
     rng = random.Random(0)
     if requests is not None:
-        return [Job(entry["ids"], entry["max_new"]) for entry in read_json(requests)]
+        try:
+            return [Job(entry["ids"], entry["max_new"]) for entry in read_json(requests)]
+        except (TypeError, KeyError):
+            raise UserError(f'{requests} must be a list of objects such as {{"ids": [5, 6], "max_new": 9}}') from None
     if trace is not None:
         with trace.open(newline="") as file:
-            table = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
-        lengths = rng.sample([pair for pair in table if sum(pair) <= longest], n)
+            try:
+                table = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+            except (KeyError, TypeError, ValueError):
+                raise UserError(f"{trace} must have the columns ContextTokens and GeneratedTokens") from None
+        lengths = rng.sample(short := [pair for pair in table if sum(pair) <= longest], min(n, len(short)))
     else:
         new = [rng.randint(16, 128) for _ in range(n)]
         lengths = [(min(longest - tokens, 400, int(rng.lognormvariate(4, 1)) + 8), tokens) for tokens in new]
@@ -159,7 +163,6 @@ def main(
     slots: list[int] = [64],  # noqa: B006 (a CLI default)
     static_batch: list[int] = [16],  # noqa: B006
     repeats: int = 3,
-    peers: bool = True,
 ) -> None:
     """Measures a job of requests of many lengths on this CPU and prints a JSON line for each engine.
 
@@ -173,10 +176,9 @@ def main(
         slots: Rows that run at a time in continuous batching.
         static_batch: Sizes of static batches.
         repeats: Measured runs of each, in turn, after a warm-up.
-        peers: Measure transformers too.
     """
-    if repeats < 1 or n < 1:
-        raise UserError("benchmark_ragged needs --repeats >= 1 and --n >= 1")
+    for name, value in (("repeats", repeats), ("n", n)):
+        check_count(name, value)
     checkpoint_dir, dtype = checkpoint_dir or fetch_default_model(), getattr(torch, precision)
     stats: dict[str, list[Stats]] = {f"continuous {size}": [] for size in slots}
     with tempfile.TemporaryDirectory() as folder:
@@ -185,12 +187,11 @@ def main(
         pack_linears(model)
         engines = {name: continuous(model, int(name.split()[1]), found) for name, found in stats.items()}
         engines |= {f"static {size}": static(model, size) for size in static_batch}
-        if peers:
-            engines |= {f"transformers {size}": transformers(Path(folder), dtype, size) for size in static_batch}
+        engines |= {f"transformers {size}": transformers(Path(folder), dtype, size) for size in static_batch}
     jobs = read_jobs(requests, trace, n, longest, model.config.vocab_size)
     settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "precision": precision}
-    settings |= {"requests": len(jobs), "prompt_tokens": sum(len(job.ids) for job in jobs)}
-    print(json.dumps(settings | {"new_tokens": sum(job.new for job in jobs), "repeats": repeats}), flush=True)
+    lengths = {"prompt_tokens": sum(len(job.ids) for job in jobs), "new_tokens": sum(job.new for job in jobs)}
+    print(json.dumps(settings | {"requests": len(jobs), **lengths, "repeats": repeats}), flush=True)
     report(jobs, *compare(engines, jobs, repeats), stats)
 
 

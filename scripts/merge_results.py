@@ -87,23 +87,24 @@ def main(out: Path, overwrite: bool = False) -> None:
     shards = find_shards(out)
     jobs = read_jobs(shards)
     job = Job(jobs[0].fingerprint, finished=True, lines=sum(job.lines for job in jobs))
-    partial = partial_path(out)
+    target = Path(os.path.realpath(out))  # replacing a link would not change the file that it points to
+    partial = partial_path(target)
     with ExitStack() as stack:
-        if out.exists():  # then it may be a job's that is still running
-            stack.callback(os.close, open_locked(out))
+        if target.exists():  # then it may be a job's that is still running
+            stack.callback(os.close, open_locked(target))
         file = stack.enter_context(open(open_locked(partial), "wb"))
         try:
             file.truncate(0)
             write_rows(shards, jobs, file)
-            if not (out.exists() and filecmp.cmp(partial, out, shallow=False)):
-                if out.exists() and not overwrite:
+            if not (target.exists() and filecmp.cmp(partial, target, shallow=False)):
+                if target.exists() and not overwrite:
                     raise UserError(f"{out} exists with other contents: give another --out, or --overwrite true")
-                job_path(out).unlink(missing_ok=True)  # never beside rows that it is not about
-                publish(partial, out)
+                job_path(target).unlink(missing_ok=True)  # never beside rows that it is not about
+                publish(partial, target)
         finally:
             partial.unlink(missing_ok=True)
-        if not job_path(out).exists() or read_job(out) != job:
-            write_job(out, job)
+        if not job_path(target).exists() or read_job(target) != job:
+            write_job(target, job)
     print(f"{out} has the {job.lines} rows of {len(shards)} shards", file=sys.stderr)
 
 

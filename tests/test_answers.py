@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from lit_gen.answers import AHEAD, Answers
 from lit_gen.config import Config
 from lit_gen.interrupt import Interrupted
 from lit_gen.job import job_path
+from lit_gen.plan import OUT_OF_MEMORY
 from lit_gen.prompts import read_prompts
 from lit_gen.requests import make_batch
+from lit_gen.results import FSYNC_SECONDS
 from lit_gen.shard import shard_path
 from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
@@ -155,7 +159,7 @@ def test_rows_become_lines_as_they_end_and_are_sorted_at_the_end(folder: Path, t
             assert len(read_lines(out)) == n_lines
     written = read_lines(out)
     assert [(line.get("index"), line.get("sample"), line.get("text")) for line in written if "index" in line] == [
-        *[(0, None, "0-0"), (2, None, None), (3, 0, "3-0"), (3, 1, "3-1"), (4, None, ""), (5, None, "5-0")]
+        *[(0, None, "0-0"), (2, None, None), (3, 0, "3-0"), (3, 1, "3-1"), (4, None, None), (5, None, "5-0")]
     ]
     assert [choice["text"] for choice in written[1]["response"]["body"]["choices"]] == ["1-0", "1-1", "1-2"]
     assert [line["id"] for line in written] == ["x", "batch_req_1", 2, 3, 3, 4, 5]
@@ -242,7 +246,7 @@ def test_the_shard_comes_from_the_launcher_and_holds_for_stdout_too(folder: Path
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     Job(folder, ["a", "b", "c", "d", "e"]).run(random.Random(0))
-    assert capsys.readouterr().out == "1-0\n3-0\n"
+    assert capsys.readouterr() == ("1-0\n3-0\n", "shard 1/2 (from RANK and WORLD_SIZE; --shard 0/1 takes all)\n")
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(UserError, match="RANK is '2' and WORLD_SIZE is '2'"):
         Job(folder, ["a"])
@@ -301,6 +305,156 @@ def test_a_wrong_job_leaves_neither_lock_nor_rows_and_the_right_one_runs(folder:
     assert [line["index"] for line in read_lines(out)] == [0, 1]
     for _ in range(3):
         assert Job(folder, source, out).answers.finished
+
+
+def test_a_refused_job_leaves_no_empty_files(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    for lines, options, message in ((["{"], {"strict": True}, "line 1 of"), ([], {}, "no prompt in")):
+        source = str(write_lines(tmp_path / "in.jsonl", lines))
+        with pytest.raises(UserError, match=message):
+            Job(folder, source, out, **options)
+        assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("change", ["appended", "rewritten", "removed"])
+def test_prompts_that_change_during_the_job_leave_it_unfinished(folder: Path, tmp_path: Path, change: str) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out.jsonl"
+    job = Job(folder, str(source), out)
+    rows = job.rows()
+    message = f"^the prompts in {source} changed while the job ran: {out} may have rows of both; give another --out$"
+    with pytest.raises(UserError, match="No such file" if change == "removed" else message), job.answers:
+        for row in rows:
+            job.answers.take(job.end(row))
+        if change == "removed":
+            source.unlink()
+        else:
+            added = [{"prompt": "c"}] if change == "appended" else []
+            write_lines(source, [{"prompt": "a"}, {"prompt": "b" if added else "B"}, *added])
+    assert not json.loads(job_path(out).read_text())["finished"]
+    if change != "removed":
+        with pytest.raises(UserError, match="was begun with another prompts"):
+            Job(folder, str(source), out)
+
+
+def test_statistics_may_not_overwrite_what_the_job_reads_or_writes(folder: Path, tmp_path: Path, capsys) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
+    (tmp_path / "link.json").symlink_to(source)
+    for stats, shard in (
+        *[(name, None) for name in (source, tmp_path / "link.json", out, job_path(out))],
+        *[(name, "0/2") for name in (shard_path(out, 0, 2), job_path(shard_path(out, 0, 2)))],
+    ):
+        with pytest.raises(UserError, match=f"^--stats_json {stats} would overwrite .*: give another one$"):
+            Job(folder, str(source), out, shard=shard, stats_json=stats)
+    with pytest.raises(UserError, match="would overwrite"):
+        Job(folder, str(source), stats_json=source)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "link.json"]
+    Job(folder, str(source), out, stats_json=tmp_path / "stats.json").run()
+    capsys.readouterr()
+    assert Job(folder, str(source), out, stats_json=tmp_path / "stats.json").answers.finished
+    line = f"nothing was run, so {tmp_path / 'stats.json'} is not written"
+    assert capsys.readouterr().err.splitlines() == ["resumed: 1 done, 0 left", line]
+
+
+def test_a_pipe_is_read_once_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
+    """As process substitution gives it: with a name that says nothing."""
+    fifo, out = tmp_path / "pipe", tmp_path / "out.jsonl"
+    os.mkfifo(fifo)
+
+    def job() -> Job:
+        writer = threading.Thread(target=fifo.write_text, args=('{"prompt": "a"}\n{"prompt": "b"}\n',), daemon=True)
+        writer.start()
+        return Job(folder, str(fifo), out)
+
+    with pytest.raises(Interrupted):
+        job().run(until=1)
+    assert names(job().run()) == [(1, 0)]
+    assert [line["prompt"] for line in read_lines(out)] == ["a", "b"] and job().answers.finished
+
+
+def test_rows_without_memory_are_tried_again(folder: Path, tmp_path: Path, capsys) -> None:
+    body = {"prompt": "c", "n": 2}
+    lines = [{"prompt": "a"}, {"custom_id": "y", "url": "/v1/completions", "body": body}, {"prompt": "b", "n": 2}]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    job = Job(folder, str(source), out)
+    rows = job.rows()
+    with pytest.raises(OSError, match="2 rows did not fit into memory: the same command tries them again"), job.answers:
+        for row in rows:
+            if (row.prompt_index, row.sample) in ((1, 0), (2, 1)):
+                row.fail(OUT_OF_MEMORY)
+            job.answers.take(job.end(row))
+    assert [(line["index"], line.get("sample")) for line in read_lines(out)] == [(0, None), (2, 0)]
+    assert "ended with an error" not in capsys.readouterr().err
+    assert not json.loads(job_path(out).read_text())["finished"]
+    assert names(Job(folder, str(source), out).run()) == [(1, 0), (1, 1), (2, 1)]
+    Job(folder, str(source), tmp_path / "undisturbed.jsonl").run()
+    assert out.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
+    capsys.readouterr()
+    job = Job(folder, ["a", "b"])  # to stdout there is nothing to go on with
+    first, second = job.rows()
+    second.fail(OUT_OF_MEMORY)
+    with job.answers:
+        job.answers.take(job.end(first))
+        job.answers.take(second)
+    assert capsys.readouterr() == ("0-0\n\n", f"error: prompt 1: {OUT_OF_MEMORY}\n")
+
+
+def test_an_error_that_came_while_running_names_its_prompt(folder: Path, tmp_path: Path, capsys) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "x" * 99}]), tmp_path / "out.jsonl"
+    for path in (None, out):
+        job = Job(folder, str(source), path, strict=False)
+        broken, too_long = job.rows()
+        broken.push(-1)
+        with job.answers:
+            job.answers.take(broken)
+            job.answers.take(too_long)
+        err = capsys.readouterr().err.splitlines()
+        if path is None:
+            assert err[0] == f"error: line 1 of {source}: the logits of new token 0 are not numbers"
+            assert err[1].startswith(f"error: line 2 of {source} has 100 tokens")
+    first, second = read_lines(out)
+    assert first["error"] == f"line 1 of {source}: the logits of new token 0 are not numbers"
+    assert list(second) == ["index", "id", "prompt", "finish_reason", "error"]
+    assert second["error"].startswith(f"line 2 of {source} has 100 tokens")
+
+
+def test_an_error_cannot_steer_the_terminal(folder: Path, tmp_path: Path, capsys) -> None:
+    job = Job(folder, ["a"])
+    (row,) = job.rows()
+    row.fail("template: \x1b]0;title\x07\nerror: x")
+    with job.answers:
+        job.answers.take(row)
+    assert capsys.readouterr().err == "error: prompt 0: template: \\x1b]0;title\\x07\\nerror: x\n"
+
+
+def test_damaged_lines_are_counted_when_a_job_goes_on(folder: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        Job(folder, ["a", "b", "c"], out).run(until=2)
+    for content, n_done, damage in (
+        (out.read_bytes() + b'{"index', 2, "1 damaged line dropped"),
+        (b"\0\n" + out.read_bytes() + b"{\n", 2, "2 damaged lines dropped"),
+        (b"\0\n", 0, "1 damaged line dropped"),
+    ):
+        out.write_bytes(content)
+        capsys.readouterr()
+        Job(folder, ["a", "b", "c"], out).answers._close()
+        assert capsys.readouterr().err == f"resumed: {n_done} done, {3 - n_done} left; {damage}\n"
+
+
+def test_rows_are_kept_between_steps_too(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    job, synced, now = Job(folder, ["a", "b"], tmp_path / "out.jsonl"), [], time.monotonic()
+    first, second = job.rows()
+    with job.answers:
+        job.answers.take(job.end(first))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", synced.append)
+            job.answers.step()
+            assert synced == []
+            patch.setattr(time, "monotonic", lambda: now + 2 * FSYNC_SECONDS)
+            job.answers.step()
+            assert len(synced) == 1
+        job.answers.take(job.end(second))
+    Job(folder, ["a"]).answers.step()  # stdout keeps itself
 
 
 def test_a_job_that_is_not_answered_in_full_is_not_marked_as_finished(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_gen.batch import Batch, Piece
+from lit_gen.plan import OUT_OF_MEMORY
 from lit_gen.settings import Settings
 from lit_gen.stopping import Row
 
@@ -174,7 +175,8 @@ class Job:
                     assert places == list(range(len(batch.decoding), len(batch.running)))
                     tokens = [self.prefill(piece) for piece in batch.pieces]
                     model.call()  # choosing tokens takes memory too
-                    batch.push_pieces(tokens, [None] * len(tokens))
+                    ends = [token for token, piece in zip(tokens, batch.pieces, strict=True) if piece.ends]
+                    batch.push_pieces(ends, [None] * len(ends))
                 if rows := batch.decoding:
                     epoch = batch.arrange(model, epoch)
                     assert all(row is batch.running[i] for i, row in enumerate(rows))
@@ -190,7 +192,7 @@ class Job:
                     batch.push(rows, tokens, [None] * len(tokens))
                     assert all(row.filled == filled + 1 for row, filled in before)
             except OutOfMemory as error:
-                batch.halve(str(error))
+                batch.halve(error)
             self.finished += batch.retire()
             assert len(self.finished) <= len(self.rows), "a row ended twice"
         return self
@@ -296,7 +298,8 @@ def started(batch: Batch, model: FakeModel, epoch: int | None = None) -> int:
     epoch = batch.arrange(model, epoch)
     for piece in batch.pieces:
         model.run(piece.cache_row, piece.start, piece.tokens)
-    batch.push_pieces([1] * len(batch.pieces), [None] * len(batch.pieces))
+    ends = sum(piece.ends for piece in batch.pieces)
+    batch.push_pieces([1] * ends, [None] * ends)
     return epoch
 
 
@@ -368,8 +371,8 @@ def test_out_of_memory_keeps_half_and_says_so(capsys):
     model, batch = FakeModel(), Batch(simple_rows(7), 5, None, 2048)
     batch.admit()
     epoch = started(batch, model)
-    batch.halve("out of memory: tried 9 GB\nmore")
-    assert capsys.readouterr().err == "out of memory: tried 9 GB\ngoing on with 2 rows at a time\n"
+    batch.halve(RuntimeError("tried 9 GB\nmore"))
+    assert capsys.readouterr().err == "out of memory (tried 9 GB more): going on with 2 rows at a time\n"
     assert [row.index for row in batch.running] == [0, 1] and batch.shape == (2, 64) and batch.retire() == []
     batch.admit()
     batch.arrange(model, epoch)
@@ -385,7 +388,7 @@ def test_row_without_memory_even_alone_fails_and_the_next_gets_a_cache_of_its_ow
     long = Row(0, [1] * 500, Settings(max_new_tokens=5), stop_ids={STOP})
     job = make_job([([1] * 500, 5), ([1] * 9, 5), ([2] * 500, 5), ([3] * 7, 3)], 1, memory=128).run()
     assert [row.finish_reason == "error" for row in job.finished] == [True, False, True, False]
-    assert job.finished[0].error == "too large" and long.columns > 128
+    assert job.finished[0].error == OUT_OF_MEMORY and long.columns > 128
     assert job.model.shape == (1, 64)
     job.check_results()
 
@@ -410,7 +413,7 @@ def test_row_with_nan_leaves_zeros_behind(end):
         batch.push_pieces([-1 if end == "nan" else 1], [None])
     model.nan[0] = True
     if end != "nan":
-        batch.halve("out of memory")
+        batch.halve(MemoryError())
     assert [row.finish_reason for row in batch.retire()] == ["nan" if end == "nan" else "error"]
     batch.admit()
     batch.arrange(model, epoch)
@@ -451,9 +454,10 @@ def test_rows_after_one_that_fits_in_no_memory_run_together_again():
     batch = Batch(rows, 4, None, 2048)
     while batch.admit():
         if any(len(row.prompt) == 490 for row in batch.running):
-            batch.halve("out of memory")
+            batch.halve(MemoryError())
         elif batch.pieces:
-            batch.push_pieces([1] * len(batch.pieces), [None] * len(batch.pieces))
+            ends = sum(piece.ends for piece in batch.pieces)
+            batch.push_pieces([1] * ends, [None] * ends)
         else:
             most = len(batch.decoding)
             batch.push(batch.decoding, [STOP] * most, [None] * most)

@@ -39,7 +39,7 @@ def test_a_signal_ends_the_job_after_the_step_and_the_same_command_goes_on(signu
                     connection.recv()  # the signal comes within this step
                     results.write({"index": index})
                     interrupts.check()
-                results.finish(10)
+                results.finish()
         except Interrupted as error:
             sys.exit(128 + error.signum)
 

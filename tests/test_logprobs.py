@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from lit_gen.logprobs import log_probabilities
+from lit_gen.logprobs import log_probabilities, row_logprobs
+from lit_gen.settings import Settings
+from lit_gen.stopping import Row
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,3 +82,18 @@ def test_logits_are_not_changed():
         before = logits.clone()
         log_probabilities(logits, torch.tensor([1, 2, -1]), 3)
         assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("asked", [[None] * 5, [None, 3, None, None, 0], [0] * 5, [2, 0, 7, None, 2]])
+def test_rows_get_what_they_ask_for(asked):
+    """What log_probabilities says of the row alone; broken logits of a row that does not ask are not looked at."""
+    logits, tokens = random_logits(5, 50, torch.float32), torch.tensor([3, 1, 49, 7, 0])
+    logits[3] = math.nan
+    rows = [Row(b, [1], Settings(logprobs=k)) for b, k in enumerate(asked)]
+    for k, b, found in zip(asked, range(5), row_logprobs(rows, logits, tokens), strict=True):
+        if k is None:
+            assert found is None
+        else:
+            chosen, values, ids = log_probabilities(logits[b : b + 1], tokens[b : b + 1], 7)
+            best = list(zip(ids[0, :k].tolist(), values[0, :k].tolist(), strict=True))
+            assert str(found) == str((chosen.item(), best))  # text: a NaN equals itself

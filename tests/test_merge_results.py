@@ -30,7 +30,7 @@ def run_shards(out: Path, count: int, lines: list[dict] = LINES) -> list[Path]:
         with Results.open(shard_path(out, index, count), {**JOB, "shard": f"{index}/{count}"}) as results:
             for line in random.Random(index).sample(mine, len(mine)):
                 results.write(line)
-            results.finish(len(mine))
+            results.finish()
     return [shard_path(out, index, count) for index in range(count)]
 
 
@@ -143,6 +143,18 @@ def test_another_file_is_replaced_only_if_told_to_and_never_under_a_running_job(
     assert out.read_bytes() == WHOLE
 
 
+def test_a_link_stays_and_the_file_that_it_points_to_is_merged(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    out, target = tmp_path / "out.jsonl", tmp_path / "elsewhere/real.jsonl"
+    out.symlink_to(target)
+    run_shards(out, 2)
+    merge(out)
+    assert out.is_symlink() and target.read_bytes() == WHOLE
+    assert names(tmp_path / "elsewhere") == {"real.jsonl", "real.jsonl.job.json"}
+    with Results.open(out, JOB) as results:  # which looks for the side file there too
+        assert results.finished
+
+
 @pytest.mark.parametrize(
     ("shard", "environ", "expected"),
     [
@@ -174,3 +186,12 @@ def test_files_of_shards_are_numbered() -> None:
     assert shard_path(Path("a/out.b.jsonl"), 3, 8) == Path("a/out.b-00003-of-00008.jsonl")
     assert shard_path(Path("out"), 0, 2) == Path("out-00000-of-00002")
     assert shard_path(Path("out.jsonl"), 0, 1) == Path("out.jsonl")
+
+
+def test_a_shard_from_the_environment_is_said(capsys) -> None:
+    assert shard_of(None, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == (0, 4)
+    assert capsys.readouterr().err == "shard 0/4 (from SLURM_PROCID and SLURM_NTASKS; --shard 0/1 takes all)\n"
+    assert shard_of(None, {"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+    assert capsys.readouterr().err == "shard 1/2 (from RANK and WORLD_SIZE; --shard 0/1 takes all)\n"
+    for shard, environ in ((None, {"RANK": "0", "WORLD_SIZE": "1"}), ("0/1", {"RANK": "1", "WORLD_SIZE": "2"})):
+        assert shard_of(shard, environ) == (0, 1) and capsys.readouterr().err == ""

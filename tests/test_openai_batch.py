@@ -291,6 +291,21 @@ def test_logprobs_of_completions(tmp_path, tokenizer):
     }
 
 
+def test_text_of_a_token_is_looked_up_once(tmp_path, tokenizer):
+    """200 tokens with 20 alternatives each, all of them among 40 different ones; and another tokenizer has its own."""
+    token_text.cache_clear()
+    token_bytes.cache_clear()
+    logprobs = [(-1.0, [((step + i) % 40, -2.0) for i in range(20)]) for step in range(200)]
+    finished = row([1], [step % 40 for step in range(200)], "", logprobs=logprobs)
+    render(parse(tmp_path, request(CHAT | {"logprobs": True, "top_logprobs": 20})), [finished], tokenizer)
+    render(parse(tmp_path, request(TEXT | {"logprobs": 20})), [finished], tokenizer)
+    assert token_text.cache_info().misses == token_bytes.cache_info().misses == 40
+    lib = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "zz": 1}, merges=[]))
+    lib.save(str(tmp_path / "tokenizer.json"))
+    other = Tokenizer(tmp_path)
+    assert token_text(other, 1) == token_text(other, 1) != token_text(tokenizer, 1)
+
+
 def test_tokens_of_a_row_add_up_to_its_text(tokenizer):
     text = "é漢 \U0001f600\n a"
     tokens = tokenizer.encode(text).tolist()

@@ -14,7 +14,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from lit_gen.penalties import Penalties
+from lit_gen.penalties import ROOM, Penalties, RowHistory
 from lit_gen.sampling import Sampler, row_stream
 from lit_gen.settings import Settings
 from lit_gen.utils import UserError
@@ -137,6 +137,61 @@ def test_appended_tokens_count_like_those_given():
             new += [token] if token >= 0 else []
         assert torch.equal(penalties.apply(logits), applied(logits, *settings, tokens=tokens)), step
     assert max(max(map(new.count, new)) for new in tokens) > 3
+
+
+PENALISED = [
+    Settings(repetition_penalty=1.5, logit_bias={3: 1.5, 9: -2.0}),
+    Settings(frequency_penalty=0.5, repetition_penalty=0.9),
+    Settings(logit_bias={63: 4.0}),
+    Settings(presence_penalty=1.0, frequency_penalty=-0.2),
+]
+
+
+@pytest.mark.parametrize("processors", [(), (NoRepeatNGramLogitsProcessor(2),)])
+def test_history_of_a_row_goes_from_one_set_of_rows_to_the_next(processors):
+    """Other rows at every step, most of them with tokens that came since; the bits of a row whose text is all read."""
+    generator, logits = torch.Generator().manual_seed(4), random_logits()
+    tokens = [list(new) for new in TOKENS]
+    histories = [RowHistory(*row) for row in zip(PROMPTS, PENALISED, strict=True)]
+    for step in range(40):
+        rows = torch.randperm(4, generator=generator)[: 1 + step % 4].tolist()
+        given = ([column[b] for b in rows] for column in (PENALISED, PROMPTS, tokens))
+        penalties = Penalties(*given, "cpu", processors, [histories[b] for b in rows])
+        for _ in range(1 + step % 3):
+            chosen = torch.randint(0, 20, (len(rows),), generator=generator)
+            penalties.append(chosen)
+            for b, token in zip(rows, chosen.tolist(), strict=True):
+                tokens[b].append(token)
+        ours = penalties.apply(logits[rows])
+        for b, row in zip(rows, ours, strict=True):
+            case = {"prompts": PROMPTS[b : b + 1], "tokens": tokens[b : b + 1], "processors": processors}
+            assert torch.equal(row, applied(logits[b : b + 1], PENALISED[b], **case)[0]), (step, b)
+    for b in (0, 1, 3):
+        histories[b].take(tokens[b])
+        assert histories[b].text.tolist() == PROMPTS[b] + tokens[b]
+        counts = dict(zip(histories[b].ids, histories[b].counts, strict=True))
+        seen = {*tokens[b], *(PROMPTS[b] if b < 2 else ())}  # only a repetition penalty looks at the prompt
+        assert counts == {token: tokens[b].count(token) for token in seen}
+
+
+def test_rows_outgrow_the_room_for_new_tokens():
+    """Far more different tokens than there is room for at first, beside a row that has nothing to penalise."""
+    V = 5 * ROOM
+    settings = [Settings(presence_penalty=1.0), Settings(), Settings(repetition_penalty=2.0, frequency_penalty=0.25)]
+    penalties = Penalties(settings, [[0]] * 3, [[]] * 3, "cpu")
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(0))
+    for token in order:
+        penalties.append(torch.stack([token, token, (token * 7) % V]))
+    assert penalties.apply(torch.full((3, V), 1.5)).tolist() == [[0.5] * V, [1.5] * V, [0.5] * V]
+
+
+def test_other_penalties_that_read_on_in_a_history_change_nothing():
+    settings, history = Settings(frequency_penalty=1.0), RowHistory([5], Settings(frequency_penalty=1.0))
+    first = Penalties([settings], [[5]], [[1]], "cpu", (), [history])
+    Penalties([settings], [[5]], [[1, 3, 2, 2]], "cpu", (), [history])
+    for token in (2, 1, 2):
+        first.append(torch.tensor([token]))
+    assert first.apply(torch.zeros(1, 4)).tolist() == [[0.0, -2.0, -2.0, 0.0]]
 
 
 def test_penalties_change_what_is_chosen_step_after_step():

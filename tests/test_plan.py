@@ -8,6 +8,7 @@ import torch
 from conftest import llama_config
 
 from lit_gen import plan
+from lit_gen.linear import pack_linears, weight_bytes
 from lit_gen.model import GPT
 from lit_gen.plan import Plan, free_memory, is_out_of_memory, plan_batch
 from lit_gen.utils import UserError
@@ -25,13 +26,14 @@ def free(monkeypatch: pytest.MonkeyPatch):
     return lambda size: monkeypatch.setattr(plan, "free_memory", lambda device: size)
 
 
-def test_plan_of_a_tiny_model_by_hand(free):
+def test_plan_of_a_tiny_model_by_hand(free, monkeypatch):
     """200 columns become 256 (4 x 64); in float32 a row is 256 x 128 x 4 = 131,072 bytes."""
     free(4 * WEIGHTS + 10 * 131_072 * 10 // 8)  # 10 rows and a fifth of the room for activations
     got = plan_batch(CONFIG, torch.float32, CPU, longest=200, n_rows=1000, max_batch_size=None)
     assert got == Plan(10, 256, 10 * 131_072, 4 * WEIGHTS, 4 * WEIGHTS + 1_638_400)
     free(4 * WEIGHTS + 10 * 131_072 * 10 // 8 - 2)
     assert plan_batch(CONFIG, torch.float32, CPU, 200, 1000, None).rows == 9
+    monkeypatch.setattr(plan, "multiplies", lambda dtype: True)
     free(2 * WEIGHTS + 1_638_400)
     half = plan_batch(CONFIG, torch.bfloat16, CPU, 200, 1000, None)
     assert (half.rows, half.cache_bytes, half.weight_bytes) == (20, 20 * 65_536, 2 * WEIGHTS)
@@ -41,10 +43,11 @@ def test_plan_of_a_tiny_model_by_hand(free):
 def test_planned_bytes_are_those_that_the_model_takes(free, dtype):
     free(10**9)
     got = plan_batch(CONFIG, dtype, CPU, longest=65, n_rows=3, max_batch_size=None)
-    model = GPT(CONFIG).to(dtype)
+    model = pack_linears(GPT(CONFIG).to(dtype))
     model.set_kv_cache(got.rows, got.columns)
     assert (got.rows, got.columns) == (3, 128) and got.cache_bytes == model.cache_bytes
-    assert got.weight_bytes == sum(p.nbytes for p in model.parameters())
+    embedding = model.wte.weight.nbytes if dtype == torch.bfloat16 and not plan.multiplies(dtype) else 0
+    assert got.weight_bytes == pytest.approx(weight_bytes(model) + embedding, rel=0.02)  # it is not packed in float32
 
 
 @pytest.mark.parametrize(("longest", "columns"), [(1, 64), (64, 64), (65, 128), (256, 256)])
@@ -138,3 +141,9 @@ def test_real_errors_of_pytorch_are_told_apart():
             wrong()
         assert not is_out_of_memory(error.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_a_row_that_may_not_fit_is_said(free, capsys):
+    free(1000)
+    plan_batch(CONFIG, torch.float32, CPU, 200, 50, None)
+    assert capsys.readouterr().err.startswith("a row of 256 columns may not fit: it needs 0.0 GB")

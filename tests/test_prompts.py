@@ -15,12 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lit_gen.prompt_lines import OpenAIRequest, Prompt, load_object
-from lit_gen.prompts import digest_prompts, encode_prompt, printable, read_prompts, strict_prompts
+from lit_gen.prompts import digest_prompts, encode_prompt, is_stream, read_prompts
 from lit_gen.result_lines import result_lines
 from lit_gen.settings import Settings
 from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import UserError
+from lit_gen.utils import UserError, printable
 
 CHATML = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -57,7 +57,11 @@ def write(folder: Path, name: str, content: bytes | str) -> str:
 
 
 def read(prompts) -> list[Prompt]:
-    return list(strict_prompts(read_prompts(prompts)))
+    """Prompts of which none may have an error."""
+    found = list(read_prompts(prompts))
+    if errors := [prompt.error for prompt in found if prompt.error is not None]:
+        raise UserError(errors[0])
+    return found
 
 
 def read_line(folder: Path, line: bytes | str) -> Prompt:
@@ -227,13 +231,6 @@ def test_malformed_line_is_one_error_and_harms_no_other(tmp_path, line, message)
     assert str(error.value) == bad.error
 
 
-def test_strict_prompts_gives_those_before_the_error(tmp_path):
-    path, got = write(tmp_path, "in.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n{}\n{"prompt": "c"}'), []
-    with pytest.raises(UserError, match="^line 3 of"):
-        got.extend(prompt.text for prompt in strict_prompts(read_prompts(path)))
-    assert got == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -328,6 +325,37 @@ def test_files_that_cannot_be_read(tmp_path):
             read_prompts(secret)
 
 
+def test_a_file_of_another_kind_is_no_prompt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("in.json", "in.TXT", "notes"):
+        write(tmp_path, name, "hello\n")
+        for function in (read_prompts, digest_prompts):
+            with pytest.raises(UserError, match=rf"--prompts is the file '{name}', .* end in \.txt or \.jsonl"):
+                function(name)
+    (tmp_path / "folder").mkdir()
+    for text in ("folder", "in.json ", "x" * 9999, "a\0b", "\ud800"):
+        assert len(list(read_prompts(text))) == digest_prompts(text)[1] == 1
+    assert texts(read(["in.json"])) == ["in.json"]
+    (tmp_path / "null.txt").symlink_to("/dev/null")
+    for name in ("null.txt", "/dev/null"):
+        with pytest.raises(UserError, match="is a device or a socket|is the file"):
+            read_prompts(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"one\n{two\n", ["one", "{two"]), (b'{"prompt": "one"}\n', ["one"])]
+)
+def test_a_pipe_of_any_name_is_read_once_as_stdin_is(content, expected):
+    """Process substitution of a shell, <(...), gives such a name."""
+    out, into = os.pipe()
+    os.write(into, content)
+    os.close(into)
+    name = f"/dev/fd/{out}"
+    assert is_stream(name) and is_stream("-") and not is_stream("one") and not is_stream([name])
+    assert texts(read(name)) == expected
+    os.close(out)
+
+
 def test_no_prompt_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     for prompts, source in (([], "the list"), ("-", "stdin"), (write(tmp_path, "in.txt", b"\n \r\n"), "in.txt")):
@@ -386,8 +414,7 @@ def test_result_lines(tokenizer, tmp_path):
     refused = row(0, text="a", finish_reason="error", tokens=[], error="no room", settings=Settings(n=2))
     rows = [broken, refused]
     assert dumped(result_lines(ids, rows, tokenizer)) == [
-        '{"index": 0, "id": "x", "sample": 0, "prompt": [5, 6], "text": "a", "token_ids": [], '
-        '"finish_reason": "error", "error": "no room"}',
+        '{"index": 0, "id": "x", "sample": 0, "prompt": [5, 6], "finish_reason": "error", "error": "no room"}',
         '{"index": 0, "id": "x", "sample": 1, "prompt": [5, 6], "text": "b", "token_ids": [1, 2], '
         '"finish_reason": "nan", "error": "the model gave a number that is not finite, so no next token could be '
         'chosen"}',

@@ -44,11 +44,12 @@ def test_prompt_that_fits(length, new):
 @pytest.mark.parametrize(
     ("length", "new", "remedy"),
     [
-        (256, 2, "set max_new_tokens to 1 or shorten it"),
-        (250, 20, "set max_new_tokens to 7 or shorten it"),
+        (256, 2, "set max_new_tokens to 1 or shorten it to 255"),
+        (250, 20, "set max_new_tokens to 7 or shorten it to 237"),
         (257, 1, "shorten it to 256"),
-        (1, 257, "set max_new_tokens to 256 or shorten it"),
-        (3, 10**400, "set max_new_tokens to 254 or shorten it"),
+        (1, 257, "set max_new_tokens to 256"),
+        (257, 257, "shorten it, and lower max_new_tokens"),
+        (3, 10**400, "set max_new_tokens to 254"),
     ],
 )
 def test_prompt_that_is_too_long_is_named(length, new, remedy):
@@ -109,7 +110,7 @@ def test_truncate_left_keeps_the_end():
         row = rows_of([prompt], truncate="left", max_new_tokens=new)[0]
         assert row.prompt == prompt[300 - (257 - new) :] and row.columns == 256
     assert rows_of([prompt[:256]], truncate="left")[0].prompt == prompt[:256]
-    with pytest.raises(UserError, match="shorten it"):  # there is no room for any prompt
+    with pytest.raises(UserError, match="set max_new_tokens to 256$"):  # there is no room for any prompt
         rows_of([[1]], truncate="left", max_new_tokens=257)
     with pytest.raises(UserError, match="^truncate is 'right'"):
         rows_of([[1]], truncate="right")

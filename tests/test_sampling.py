@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lit_gen.sampling import Sampler, row_stream
+from lit_gen.penalties import RowHistory
+from lit_gen.sampling import STEPS, Sampler, row_stream
 from lit_gen.settings import Settings
 from lit_gen.utils import UserError
 
@@ -425,16 +426,20 @@ def mixed_rows() -> list[tuple[Settings, list[int]]]:
     return [*rows[:-1], (rows[2][0], rows[2][1])]
 
 
-def continued(rows: list[tuple[Settings, list[int]]], steps: int, rebuilt_at: tuple[int, ...] = ()) -> list[list[int]]:
-    """New tokens of rows whose logits depend on the last token and the length."""
+def continued(
+    rows: list[tuple[Settings, list[int]]], steps: int, rebuilt_at: tuple[int, ...] = (), keep: bool = False
+) -> list[list[int]]:
+    """New tokens of rows whose logits depend on the last token and the length; `keep` keeps the rows' histories."""
     generator = torch.Generator().manual_seed(5)
     table = torch.randn(101, 101, generator=generator) * 2  # (last token, V)
     prompts = [prompt for _, prompt in rows]
     noise = [row_stream(9, prompt, 0, 0).random(steps) if row.temperature else None for row, prompt in rows]
     tokens: list[list[int]] = [[] for _ in rows]
+    histories = [RowHistory(prompt, row) for row, prompt in rows] if keep else None
     for step in range(steps):
         if step == 0 or step in rebuilt_at:
-            sampler = Sampler([row for row, _ in rows], prompts, [list(new) for new in tokens], noise, "cpu")
+            given = [list(new) for new in tokens]
+            sampler = Sampler([row for row, _ in rows], prompts, given, noise, "cpu", (), histories)
         logits = torch.stack(
             [table[[*p, *new][-1]].roll(len(p) + step) for p, new in zip(prompts, tokens, strict=True)]
         )
@@ -452,9 +457,26 @@ def test_row_of_a_mixed_batch_is_the_row_alone_step_after_step():
     assert together[2] == together[11] and len({tuple(new) for new in together}) == 11
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("rebuilt_at", [(1,), (5,), tuple(range(12))])
-def test_sampler_made_anew_midway_goes_on_as_before(rebuilt_at):
-    assert continued(mixed_rows(), 12, rebuilt_at) == continued(mixed_rows(), 12)
+def test_sampler_made_anew_midway_goes_on_as_before(rebuilt_at, keep):
+    assert continued(mixed_rows(), 12, rebuilt_at, keep) == continued(mixed_rows(), 12)
+
+
+def test_each_step_has_its_own_number_however_many_steps_a_row_runs():
+    """Rows that end before, at and after a border between blocks of numbers, one from its 50th token on."""
+    lengths, done = (STEPS - 1, STEPS, 2 * STEPS + 9, 2 * STEPS + 50), (0, 0, 0, 50)
+    noise = [row_stream(1, [i], 0, 0).random(n) for i, n in enumerate(lengths)]
+    tokens = [[0] * n for n in done]
+    sampler = Sampler([Settings(temperature=1.0)] * 4, [[1]] * 4, tokens, noise, "cpu")
+    logits = random_logits(4, torch.float32, 300)
+    drawn = torch.stack([sampler(logits) for _ in range(2 * STEPS + 9)]).T.tolist()
+    for b, (u, first) in enumerate(zip(noise, done, strict=True)):
+        u = u[first : first + 2 * STEPS + 9]
+        alone = sample(logits[b : b + 1].expand(len(u), -1), u, [1.0] * len(u)).tolist()
+        assert drawn[b][: len(u)] == alone, b
+    with pytest.raises(AssertionError):
+        sampler(logits)
 
 
 def test_rows_may_have_random_numbers_for_different_numbers_of_steps():

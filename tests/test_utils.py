@@ -17,6 +17,8 @@ from lit_gen.utils import UserError, read_json, run_cli
         (KeyboardInterrupt(), 130, "error: interrupted"),
         (Interrupted(15), 143, "error: interrupted by SIGTERM"),
         (OSError(28, "No space left on device"), 1, "error: No space left on device"),
+        (UserError("a \x1b[31mred\u202e\nname"), 2, r"error: a \x1b[31mred\u202e\nname"),
+        (OSError(2, "No such file", "\x1b]0;x\x07"), 1, r"error: No such file: \x1b]0;x\x07"),
     ],
 )
 def test_errors_end_with_one_line_and_their_own_status(error, status, line, capsys, monkeypatch) -> None:
