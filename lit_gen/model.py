@@ -243,12 +243,8 @@ class GPT(nn.Module):
         return load_model(Path(path), dtype, torch.device(device))
 
     @torch.inference_mode(False)
-    def set_kv_cache(
-        self, batch_size: int, max_seq_length: int | None = None, row_length: Sequence[int] | None = None
-    ) -> None:
+    def set_kv_cache(self, batch_size: int, max_seq_length: int | None = None) -> None:
         """Makes the caches right for `batch_size` rows of up to `max_seq_length` columns, zero-filled.
-
-        `row_length`, (batch_size,), says how long each row will get, if that is known: longrope chooses by it.
 
         The memory is reused when the shape is the same. Old contents could not be seen in any case.
         """
@@ -259,7 +255,7 @@ class GPT(nn.Module):
             self.clear_kv_cache()
             raise
         self.cache_epoch += 1
-        self.set_row_length(row_length or [0] * batch_size)
+        self.set_row_length([0] * batch_size)
 
     def _set_cache(self, attn: CausalSelfAttention, batch_size: int, S: int) -> None:
         shape, cache = (batch_size, attn.n_query_groups, S, attn.head_size), attn.kv_cache

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -87,3 +88,17 @@ def tiny_neox() -> GPT:
 @pytest.fixture(params=["llama", "neox"])
 def tiny(request: pytest.FixtureRequest) -> GPT:
     return randomized(llama_config() if request.param == "llama" else neox_config())
+
+
+def save_byte_tokenizer(folder: Path, vocab_size: int, text: str = "", **config: str) -> None:
+    """A byte-level tokenizer with BOS <s> and EOS </s>, its merges learnt from `text`; 258 ids are the bytes alone."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    learn = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": ["<s>", "</s>"]}
+    library.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **learn))
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | config))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import save_byte_tokenizer
 
 from lit_gen import answers as module
 from lit_gen.answers import AHEAD, Answers
@@ -33,18 +34,8 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without weights, in which each byte is a token."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     folder = tmp_path_factory.mktemp("checkpoint")
-    library = Library(models.BPE())
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    names = {"initial_alphabet": alphabet, "special_tokens": ["<s>", "</s>"], "show_progress": False}
-    library.train_from_iterator([], trainers.BpeTrainer(vocab_size=258, **names))
-    library.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    save_byte_tokenizer(folder, 258)
     CONFIG.to_json(folder / "lit_config.json")
     return folder
 

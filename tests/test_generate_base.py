@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Family, llama_config, randomized
+from conftest import Family, llama_config, randomized, save_byte_tokenizer
 from torch import Tensor
 
 from generate import base
@@ -305,19 +305,8 @@ def test_stats_count_kept_tokens_and_bytes_per_step() -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lit folder with a random model and a byte-level tokenizer made here."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     folder = tmp_path_factory.mktemp("lit")
-    library = Library(models.BPE())
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
-    library.train_from_iterator([Path(__file__).read_text()], trainer)
-    (folder / "source").mkdir()
-    library.save(str(folder / "source/tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    (folder / "source/tokenizer_config.json").write_text(json.dumps(names))
+    save_byte_tokenizer(folder / "source", 300, Path(__file__).read_text())
     save_lit(randomized(llama_config(vocab_size=300)), folder / "model", folder / "source")
     return folder / "model"
 

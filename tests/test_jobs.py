@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import llama_config, randomized
+from conftest import llama_config, randomized, save_byte_tokenizer
 
 from generate import base
 from lit_gen import answers
@@ -39,22 +39,9 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lit folder with a random model and a byte-level tokenizer with a chat template, made here."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     folder = tmp_path_factory.mktemp("lit")
-    library = Library(models.BPE())
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
-    )
-    library.train_from_iterator([Path(__file__).read_text()], trainer)
-    (folder / "source").mkdir()
-    library.save(str(folder / "source/tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    names |= {"chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}
-    (folder / "source/tokenizer_config.json").write_text(json.dumps(names))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    save_byte_tokenizer(folder / "source", 300, Path(__file__).read_text(), chat_template=template)
     save_lit(randomized(llama_config(vocab_size=300, n_layer=1)), folder / "model", folder / "source")
     return folder / "model"
 
