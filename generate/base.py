@@ -7,9 +7,9 @@ Read it from top to bottom: next_token, prefill, generate, decode (the loop), ru
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__":  # from a bare clone, and from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,13 +20,15 @@ from torch import Tensor
 
 from lit_gen import GPT, Tokenizer
 from lit_gen.answers import Answers
-from lit_gen.batch import Batch, Piece
-from lit_gen.cache import Side, rectangle, span_of
+from lit_gen.batch import Batch
+from lit_gen.cache import span_of
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, parameter_dtype, setup_fabric
-from lit_gen.linear import pack_linears
+from lit_gen.forward import check, prefill
 from lit_gen.logprobs import row_logprobs
 from lit_gen.plan import Plan, is_out_of_memory, plan_batch
+from lit_gen.prepare import prepare_model
+from lit_gen.quantize import Format
 from lit_gen.requests import Prompt, make_batch
 from lit_gen.sampling import Sampler
 from lit_gen.stats import Stats
@@ -38,21 +40,6 @@ def next_token(model: GPT, idx: Tensor, input_pos: Tensor, span: int, sampler: S
     """One step of every row: logits (B, V) and tokens (B,) that follow idx (B, 1), which stand at input_pos (B, 1)."""
     logits = model(idx, input_pos, torch.zeros_like(idx[:, 0]), span=span)  # (B, V)
     return logits, sampler(logits)
-
-
-def prefill(model: GPT, pieces: Sequence[Piece], padding_side: Side = None) -> Tensor:
-    """Runs (pieces of) prompts into their cache rows and returns the logits (B, V) that follow those that are through.
-
-    Each runs alone at its own length, so that no shape depends on its neighbours; with a `padding_side` as a rectangle.
-    """
-    device, logits = model.wte.weight.device, []
-    for group in [pieces] if padding_side else [[piece] for piece in pieces]:
-        texts, starts = [piece.tokens for piece in group], [piece.start for piece in group]
-        idx, input_pos, last = (t.to(device) for t in rectangle(texts, padding_side or "right", starts))
-        input_pos = None if padding_side is None and starts == [0] else input_pos  # a fresh row needs no mask
-        rows, span = slice(group[0].cache_row, group[-1].cache_row + 1), max(piece.stop for piece in group)
-        logits.append(model(idx, input_pos, last, rows=rows, span=span)[[piece.ends for piece in group]])  # (B, V)
-    return torch.cat(logits)
 
 
 def generate(
@@ -96,14 +83,20 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
                     stats.add_prefill(model, n, len(rows), time.perf_counter() - start)
                 if rows := batch.decoding:
                     epoch, start = batch.arrange(model, epoch), time.perf_counter()
-                    if batch.changed:
-                        sampler, batch.changed = sampler_of(rows, device, batch.processors), False
-                    columns = [row.filled for row in rows]
-                    fed = [[(row.next_input, row.filled)] for row in rows]
-                    idx, input_pos = torch.tensor(fed, device=device).unbind(-1)  # (B, 1) each
-                    logits, tokens = next_token(model, idx, input_pos, span_of(columns, batch.shape[1]), sampler)
-                    batch.push(rows, tokens.tolist(), row_logprobs(rows, logits, tokens))
-                    stats.add_step(columns, time.perf_counter() - start, batch.slots, batch.more)
+                    columns, guesses = [row.filled for row in rows], batch.speculation.guess(rows)
+                    if any(guesses):
+                        check(model, batch, guesses)
+                        batch.changed = True
+                    else:
+                        if batch.changed:
+                            sampler, batch.changed = sampler_of(rows, device, batch.processors), False
+                        fed = [[row.next_input] for row in rows], [[column] for column in columns]
+                        idx, input_pos = torch.tensor(fed, device=device)  # (B, 1) each
+                        logits, tokens = next_token(model, idx, input_pos, span_of(columns, batch.shape[1]), sampler)
+                        batch.push(rows, tokens.tolist(), row_logprobs(rows, logits, tokens))
+                    seconds = time.perf_counter() - start
+                    batch.speculation.learn(guesses, seconds)
+                    stats.add_step(columns, seconds, batch.slots, batch.more)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -129,6 +122,9 @@ def run(
     shard: str | None = None,
     max_batch_size: int | None = None,
     stats_json: Path | None = None,
+    quantize: Format | None = None,
+    batch_invariant: bool | Literal["auto"] = "auto",
+    compile: bool = False,
     **settings: Any,
 ) -> None:
     """Answers prompts: texts go to stdout in the order of the prompts, or lines to a file; numbers to stderr.
@@ -142,17 +138,21 @@ def run(
         shard: i/n: only the prompts i, i + n, ...; by default from RANK and WORLD_SIZE, or from SLURM.
         max_batch_size: Rows that run at a time; by default as many as fit into memory.
         stats_json: File to write the numbers to.
+        quantize: Keep the weights of linear layers in 8 or 4 bits.
+        batch_invariant: true proves that rows get the same bits in every batch or ends; false does not look.
+        compile: Use torch.compile, which pays for long jobs on a GPU.
     """
     dtype, device = parameter_dtype(fabric), fabric.device
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
-    answers = Answers(prompts, checkpoint_dir, settings, dtype, device, **options)
+    weights = f"{fabric.strategy.precision.precision} {quantize or ''}".strip()
+    answers = Answers(prompts, checkpoint_dir, settings, weights, device, **options)
     if answers.finished:
         return
     with answers:
         plan = plan_batch(answers.config, dtype, device, answers.longest, answers.n_rows, max_batch_size)
         print(plan, file=sys.stderr)
         start = time.perf_counter()
-        model = fabric.setup_module(pack_linears(load(dtype, device)), move_to_device=False)
+        model = prepare_model(fabric, load, quantize, batch_invariant, compile)
         stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
         answer(model, answers, plan, stats, **settings)
     stats.publish(device, stats_json)

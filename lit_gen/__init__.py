@@ -2,7 +2,8 @@
 
 from lit_gen.config import Config
 from lit_gen.model import GPT
+from lit_gen.pack import pack_model
 from lit_gen.settings import Request, Settings
 from lit_gen.tokenizer import Tokenizer
 
-__all__ = ["GPT", "Config", "Request", "Settings", "Tokenizer"]
+__all__ = ["GPT", "Config", "Request", "Settings", "Tokenizer", "pack_model"]

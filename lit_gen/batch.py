@@ -17,6 +17,7 @@ from lit_gen.cache import SPAN, Side
 from lit_gen.model import GPT
 from lit_gen.penalties import Processor
 from lit_gen.plan import OUT_OF_MEMORY
+from lit_gen.speculate import Speculation
 from lit_gen.stopping import LogProb, Row
 
 
@@ -51,6 +52,7 @@ class Batch:
         processors: are called for each row before its token is chosen.
         on_text: called with a row and the next piece of its text.
         on_step: called between two steps.
+        speculate: check up to so many guesses of each row in a step.
 
     Attributes:
         running: the place in this list is the cache row.
@@ -72,7 +74,9 @@ class Batch:
         processors: Sequence[Processor] = (),
         on_text: Callable[[Row, str], None] | None = None,
         on_step: Callable[[], None] | None = None,
+        speculate: int = 0,
     ) -> None:
+        self.speculation = Speculation(speculate)
         self.waiting = iter(rows)
         self.again: deque[Row] = deque()  # rows to start before those that wait
         self.max_rows, self.max_columns, self.budget = max_rows, max_columns, budget

@@ -70,6 +70,19 @@ def rectangle(texts: Sequence[Sequence[int]], side: str, starts: Sequence[int] |
     return idx, input_pos, input_pos.argmax(dim=1)
 
 
+def packed(texts: Sequence[Sequence[int]], starts: Sequence[int], cache_rows: Sequence[int]) -> tuple[Tensor, ...]:
+    """Texts of any lengths one after the other; text b begins at column starts[b] of cache row cache_rows[b].
+
+    Returns:
+        idx (1, N), input_pos (1, N), rows (N,), the cache row of each token, and last (B,), where each text ends in
+        idx; all int64.
+    """
+    lengths = torch.tensor([len(text) for text in texts])
+    idx = torch.tensor([token for text in texts for token in text])[None]
+    input_pos = torch.cat([torch.arange(start, start + len(text)) for text, start in zip(texts, starts, strict=True)])
+    return idx, input_pos[None], torch.tensor(list(cache_rows)).repeat_interleave(lengths), lengths.cumsum(0) - 1
+
+
 def positions(attention_mask: Tensor) -> Tensor:
     """input_pos (B, T) of a padded rectangle, from its attention_mask (B, T): 1 or True for tokens, on either side."""
     mask = attention_mask.long()
@@ -85,10 +98,13 @@ def span_of(position: Sequence[int], n_columns: int) -> int:
 class Step:
     """Where the tokens of one forward call go in the cache; made once for each call and shared by all layers."""
 
-    rows: slice  # the cache rows of this call
+    rows: slice | Tensor  # the cache rows of this call: of each row of the batch, or (T,) of each token of the only one
     span: int  # columns that are looked at, S
-    index: Tensor | None = None  # (B * T * ng,) int64 into the flat cache; None: every row starts at column 0
+    fresh: bool = False  # every row starts at column 0 and sees nothing but its tokens in this call
+    index: Tensor | None = None  # (B * T * ng,) int64 into the flat cache; None if fresh
     keep: Tensor | None = None  # (B * T * ng,) bool, False for padding, which is not written; None: no padding
+    row: Tensor | None = None  # (B * T,) int64, each token's cache row, if kernels take tokens one by one
+    position: Tensor | None = None  # (B * T,) int64, each token's column, likewise; -1 is padding
 
     @classmethod
     def at(cls, input_pos: Tensor, rows: slice, span: int, cache: "KVCache") -> "Step":
@@ -100,8 +116,17 @@ class Step:
         padding = input_pos < 0
         # A GPU would have to be waited for; there one-column calls take the path that is right either way.
         if (input_pos.device.type == "cpu" or T > 1) and not padding.any():
-            return cls(rows, span, index)
-        return cls(rows, span, index, (~padding)[..., None].expand(B, T, ng).reshape(-1))
+            return cls(rows, span, index=index)
+        return cls(rows, span, index=index, keep=(~padding)[..., None].expand(B, T, ng).reshape(-1))
+
+    @classmethod
+    def of_tokens(cls, position: Tensor, rows: slice | Tensor, span: int, fresh: bool) -> "Step":
+        """The step of kernels that take tokens one by one, at `position` (B, T)."""
+        B, T = position.shape
+        row = rows
+        if isinstance(rows, slice):
+            row = torch.arange(rows.start or 0, (rows.start or 0) + B).repeat_interleave(T)
+        return cls(rows, span, fresh, row=row.contiguous(), position=position.flatten().clone())
 
 
 class KVCache(nn.Module):

@@ -7,6 +7,7 @@ more memory than the model. Nothing is left random: a missing, surplus, truncate
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lit_gen.config import Config
 from lit_gen.gguf import GGUFCheckpoint
 from lit_gen.hf_weights import Placement, canonical, placements, ungroup
 from lit_gen.model import GPT
+from lit_gen.quantize import Format, empty, format_of, quantize_model, stored_tensors
 from lit_gen.shards import BinReader, Reader, SafetensorsReader
 from lit_gen.utils import UserError, read_json
 
@@ -57,6 +59,25 @@ def load_config(path: Path) -> Config:
     if (path / "config.json").is_file():
         return Config.from_hf(path)
     return Config.from_hf(GGUFCheckpoint(gguf_file(path)).config)
+
+
+def weight_format(path: Path, asked: str | None, precision: str) -> Format | None:
+    """What the weights of a job are quantised to: as a folder holds them, or as asked for (None: not, or by Fabric).
+
+    Args:
+        asked: as for `setup_fabric`.
+        precision: Fabric's name, such as "bf16-true".
+
+    Raises:
+        UserError: both, and they differ; or the precision is mixed, which casts weights at every use.
+    """
+    file = path / LIT_MODEL
+    stored = format_of(SafetensorsReader([file]).metadata, file) if file.is_file() else None
+    if asked and stored and asked != stored:
+        raise UserError(f"{path} has {stored} weights, not {asked}: leave --quantize out, or take the original")
+    if (asked or stored) and precision.endswith("mixed"):
+        raise UserError(f"{asked or stored} weights do not go with --precision {precision}: take bf16-true or 32-true")
+    return stored or (asked if asked in get_args(Format) else None)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -101,12 +122,14 @@ class _EmptyInit(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _empty_model(config: Config, dtype: torch.dtype, device: torch.device) -> GPT:
+def _empty_model(config: Config, dtype: torch.dtype, device: torch.device, format: Format | None) -> GPT:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _EmptyInit(), device:
-            return GPT(config)
+        # On a CPU memory that is never touched is not taken: there is room for the layers that will be swapped.
+        with _EmptyInit(), torch.device("cpu") if format else device:
+            model = GPT(config)
+            return model if format is None else quantize_model(model, format, make=empty).to(device)
     except RuntimeError as error:
         raise UserError(f"a model of this config does not fit into memory ({str(error).splitlines()[0]})") from None
     finally:
@@ -120,13 +143,14 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> G
     if lit and not (path / LIT_MODEL).is_file():
         raise UserError(f"{path} has a {LIT_CONFIG} but no {LIT_MODEL}; convert the checkpoint again")
     reader = SafetensorsReader([path / LIT_MODEL]) if lit else _open_hf(path)
-    model = _empty_model(config, dtype or _stored_dtype(reader), device)
+    format = format_of(reader.metadata, path / LIT_MODEL) if lit else None
+    model = _empty_model(config, dtype or _stored_dtype(reader), device, format)
     plan = _plan(model, reader, lit)
-    parameters = dict(model.named_parameters())
+    targets = stored_tensors(model)
     with torch.no_grad():
         for name, place in plan:
-            parameter = parameters[place.param]
-            _copy(reader, name, parameter[place.at] if place.at else parameter, config if place.grouped else None)
+            target = targets[place.param]
+            _copy(reader, name, target[place.at] if place.at else target, config if place.grouped else None)
     _check_tied_head(model, reader, lit)
     return model.requires_grad_(False).eval()
 
@@ -135,13 +159,20 @@ def _stored_dtype(reader: Reader) -> torch.dtype:
     """The dtype to compute in when none is asked for: that of the file's largest tensor."""
     if isinstance(reader, GGUFCheckpoint):
         return torch.float32
+    if "wte.weight" in reader.shapes:  # of a lit folder, which may be quantised: then larger ones are integers
+        return _read(reader, "wte.weight", 0, 1).dtype
     largest = max(reader.shapes, key=lambda name: math.prod(reader.shapes[name]), default=None)
     return torch.float32 if largest is None else _read(reader, largest, 0, 1).dtype
 
 
-def _read(reader: Reader, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+def _read(
+    reader: Reader, name: str, start: int = 0, stop: int | None = None, integer: torch.dtype | None = None
+) -> Tensor:
+    """Rows of a tensor of floats, or of this dtype of integers."""
     tensor = reader.read(name, start, stop)
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+    if integer is not None and tensor.dtype != integer:
+        raise UserError(f"{name} is stored as {tensor.dtype} where {integer} is needed; quantise the checkpoint again")
+    if integer is None and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
         raise UserError(
             f"{name} is stored as {tensor.dtype}, a quantized format that is not supported; load a float file"
         )
@@ -150,14 +181,14 @@ def _read(reader: Reader, name: str, start: int = 0, stop: int | None = None) ->
 
 def _plan(model: GPT, reader: Reader, lit: bool) -> list[tuple[str, Placement]]:
     """Which tensor of the file goes where; raises if the two do not match exactly."""
-    parameters = dict(model.named_parameters())  # a tied head is listed once, as wte
+    parameters = stored_tensors(model)
     found = {name if lit else canonical(name): name for name in reader.shapes}
     found.pop(None, None)
     if lit:
         expected = {name: Placement(name) for name in parameters}
     else:
         expected = placements(model.config, any(name.endswith("experts.gate_up_proj") for name in found))
-    if model.config.tie_embeddings:
+    if model.config.tie_embeddings and "lm_head.weight" not in expected:  # it is, if it is quantised
         found.pop("lm_head.weight", None)
         found.pop("embed_out.weight", None)
     if missing := sorted(expected.keys() - found.keys()):
@@ -192,8 +223,9 @@ def _copy(reader: Reader, name: str, target: Tensor, grouped: Config | None) -> 
     if grouped is not None:
         target.copy_(ungroup(_read(reader, name), grouped))
         return
+    integer = None if target.is_floating_point() else target.dtype
     for start, stop in _chunks(tuple(target.shape)):
-        target[start:stop].copy_(_read(reader, name, start, stop))
+        target[start:stop].copy_(_read(reader, name, start, stop, integer))
 
 
 def _check_tied_head(model: GPT, reader: Reader, lit: bool) -> None:

@@ -11,6 +11,7 @@ from lit_gen.checkpoint import LIT_CONFIG, LIT_MODEL, gguf_file
 from lit_gen.gguf import GGUFCheckpoint
 from lit_gen.hf_weights import export_tensors
 from lit_gen.model import GPT
+from lit_gen.quantize import metadata_of, model_format, stored_tensors
 from lit_gen.tokenizer_files import unpack_gguf_tokenizer
 from lit_gen.utils import UserError
 
@@ -22,12 +23,15 @@ SHARD_BYTES = 2 * 2**30
 def save_lit(model: GPT, folder: Path, source: Path) -> None:
     """Writes a lit folder; a tied head is not stored twice. Tokenizer and config files come along from `source`."""
     copy_files(source, folder)
-    save_file({name: p.contiguous() for name, p in model.named_parameters()}, folder / LIT_MODEL)
+    tensors = {name: tensor.contiguous() for name, tensor in stored_tensors(model).items()}
+    save_file(tensors, folder / LIT_MODEL, metadata_of(model))
     model.config.to_json(folder / LIT_CONFIG)
 
 
 def save_hf(model: GPT, folder: Path, source: Path) -> None:
     """Writes a Hugging Face folder in shards of SHARD_BYTES, with the config.json that `source` was made from."""
+    if format := model_format(model):
+        raise UserError(f"{source} has {format} weights, which cannot be converted back; convert what it was made from")
     copy_files(source, folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{source} has no config.json to give the Hugging Face folder; put the original one there")

@@ -1,36 +1,72 @@
 """Lightning Fabric: the device and the precision that a script runs with."""
 
 import os
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import BitsandbytesPrecision
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lit_gen.utils import UserError, say
+
 Precision = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+Bitsandbytes = Literal["nf4", "bnb-int8"]
+Quantize = Literal["int8", "int4", "nf4", "bnb-int8"]
 
 
-def setup_fabric(precision: Precision | None) -> Fabric:
+def setup_fabric(precision: Precision | None, quantize: Quantize | None = None) -> Fabric:
     """One device, the best there is. Without a precision a CPU computes in float32 and a GPU in 16 bits.
 
     Several processes, of torchrun or srun, share the prompts and never talk: each takes the GPU of its number on this
     machine, and Fabric is kept from connecting them.
+
+    Args:
+        quantize: nf4 and bnb-int8 are bitsandbytes' formats, for GPUs; the others are none of Fabric's business.
     """
     devices = 1
     if torch.cuda.is_available():
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
         devices = [int(local_rank) % torch.cuda.device_count()]
-    if precision is None:
-        precision = "32-true"
-        if torch.cuda.is_available():
-            precision = "bf16-true" if torch.cuda.is_bf16_supported() else "16-true"
-    fabric = Fabric(devices=devices, precision=precision, plugins=[LightningEnvironment()])
+    if quantize in get_args(Bitsandbytes):
+        plugins = [LightningEnvironment(), _bitsandbytes(quantize, precision)]
+        fabric = Fabric(devices=devices, plugins=plugins)
+    else:
+        if precision is None:
+            precision = "32-true"
+            if torch.cuda.is_available():
+                precision = "bf16-true" if torch.cuda.is_bf16_supported() else "16-true"
+        fabric = Fabric(devices=devices, precision=precision, plugins=[LightningEnvironment()])
     fabric.launch()
     return fabric
 
 
+def _bitsandbytes(quantize: Bitsandbytes, precision: Precision | None) -> BitsandbytesPrecision:
+    """Fabric's plugin for weights in bitsandbytes' formats. Not run yet: no GPU was at hand."""
+    if not torch.cuda.is_available():
+        raise UserError(f"--quantize {quantize} needs an NVIDIA GPU; on a CPU take int8 or int4")
+    dtypes = {None: None, "16-true": torch.float16}  # None: the plugin chooses
+    if quantize == "nf4":
+        dtypes["bf16-true"] = torch.bfloat16
+    if precision not in dtypes:
+        raise UserError(f"--quantize {quantize} does not go with --precision {precision}: leave that out")
+    try:
+        plugin = BitsandbytesPrecision(quantize.removeprefix("bnb-"), dtypes[precision])
+    except ModuleNotFoundError:
+        raise UserError(f"--quantize {quantize} needs a package: pip install bitsandbytes") from None
+    if quantize == "bnb-int8":
+        say("bnb-int8 looks for outliers in the whole batch: rows do not come out as they would alone")
+    return plugin
+
+
+def uses_bitsandbytes(fabric: Fabric) -> bool:
+    """Whether Fabric swaps the linear layers; weights are then to be loaded on the CPU, and rounded on their way."""
+    return isinstance(fabric.strategy.precision, BitsandbytesPrecision)
+
+
 def parameter_dtype(fabric: Fabric) -> torch.dtype:
-    """The dtype of the weights: mixed precision keeps them in float32."""
-    return {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(
-        fabric.strategy.precision.precision, torch.float32
-    )
+    """The dtype of the weights, or of those that are not quantised: mixed precision keeps them in float32."""
+    precision = fabric.strategy.precision
+    if uses_bitsandbytes(fabric):
+        return precision.dtype
+    return {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision.precision, torch.float32)

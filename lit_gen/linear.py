@@ -1,8 +1,4 @@
-"""Linear layers for generation on a CPU: weights laid out once in the way that its kernels read fastest.
-
-`pack_linears` is for inference: shapes and results stay what they are up to rounding, the weights are copied, not kept
-twice. A model on a GPU is left alone.
-"""
+"""Linear layers by PyTorch's own kernels on a CPU: weights laid out once as these read them fastest."""
 
 import mmap
 import sys
@@ -28,11 +24,11 @@ class HugePages:
         if self.map is None:
             return tensor.contiguous().clone()
         flat = torch.frombuffer(self.map, dtype=tensor.dtype, count=tensor.numel(), offset=self.used)
-        self.used += _aligned(tensor.nbytes)
+        self.used += aligned(tensor.nbytes)
         return flat.view(tensor.shape).copy_(tensor)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
@@ -45,6 +41,7 @@ class Float32Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, memory: HugePages) -> None:
         super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
         self.weight = memory.copy(linear.weight.detach().float().t()).t()  # (out_features, in_features), by columns
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.nbytes = self.weight.nbytes
@@ -53,22 +50,32 @@ class Float32Linear(nn.Module):
         return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., K) @ w.T + bias, with w (N, K) in oneDNN's layout: (..., N)."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
 class PackedLinear(nn.Module):
-    """nn.Linear with the weight in oneDNN's blocked layout, which the kernels for AMX and AVX512-BF16 read directly."""
+    """nn.Linear with the weight in oneDNN's blocked layout, which the kernels for AMX and AVX512-BF16 read directly.
+
+    Attributes:
+        rows_at_once: no more rows go into one call; more may get other bits (see `invariance.py`).
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.out_features, self.in_features = self.shape = tuple(linear.weight.shape)
         self.bias, self.nbytes = linear.bias, linear.weight.nbytes
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 8)  # opaque
+        self.rows_at_once: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Memory of a model's weights, packed or not, each counted once."""
-    packed = [module.nbytes for module in model.modules() if isinstance(module, Float32Linear | PackedLinear)]
-    return sum(packed) + sum(p.nbytes for p in model.parameters())
+        if self.rows_at_once is None:
+            return product(x, self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features).split(self.rows_at_once)
+        return torch.cat([product(some, self.weight, self.bias) for some in rows]).view(
+            *x.shape[:-1], self.out_features
+        )
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -78,30 +85,27 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype != torch.float16 or torch.cpu._is_amx_fp16_supported()
 
 
-def pack_linears(model: GPT) -> GPT:
-    """Lays out the weights of all linear layers for the CPU that the model is on; returns the same model.
+def lay_out_linears(model: GPT) -> None:
+    """Lays out the weights of all linear layers for PyTorch's own kernels on this CPU.
 
     float32: column by column, so that x @ w.T reads w as it lies, which pays when x has few rows. Measured on two cores
     with AVX-512, the linears of SmolLM2-135M with 1, 8, 32, 64 and 512 rows took 27, 51, 79, 128 and 662 ms, and before
     28, 83, 160, 130 and 674 ms. The head is left as it is, since an embedding is looked up by rows.
     """
     dtype = model.wte.weight.dtype
-    if model.wte.weight.device.type != "cpu":
-        return model
     if dtype == torch.float32:
-        memory = HugePages(sum(_aligned(p.nbytes) for p in model.parameters()))
+        memory = HugePages(sum(aligned(p.nbytes) for p in model.parameters()))
         for parent, name in linears(model.h):
             linear = getattr(parent, name)
             linear.weight.data = memory.copy(linear.weight.t()).t()
-        return model
+        return
     native = multiplies(dtype)
     if not native:
         print(f"this CPU has no {dtype} arithmetic: weights are kept in float32, at twice the memory", file=sys.stderr)
-        memory = HugePages(sum(2 * _aligned(p.nbytes) for p in model.parameters()))
+        memory = HugePages(sum(2 * aligned(p.nbytes) for p in model.parameters()))
     for parent, name in linears(model):  # one by one: the old weight goes before the next is copied
         linear = getattr(parent, name)
         setattr(parent, name, PackedLinear(linear) if native else Float32Linear(linear, memory))
-    return model
 
 
 def linears(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_gen.attend import attend
 from lit_gen.cache import KVCache, Step, additive, visible
 from lit_gen.config import Config
+from lit_gen.kernels import Kernels
 from lit_gen.rope import apply_rope, rope_table, signed_sin
 
 ACTIVATIONS = {
@@ -70,8 +72,9 @@ class CausalSelfAttention(nn.Module):
         self.norm_full, self.clip = config.qk_norm == "full", config.clip_qkv
         self.scale = config.attn_scale if config.attn_scale is not None else hs**-0.5
         self.softcap = config.attn_softcap
-        self.rope, self.kind = config.rope_layers[layer], config.layer_types[layer]
+        self.rope, self.kind, self.window = config.rope_layers[layer], config.layer_types[layer], config.window
         self.kv_cache: KVCache | None = None
+        self.kernels: Kernels | None = None  # set by `pack_model`
 
     def forward(
         self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict[str, Tensor | None], step: Step | None
@@ -89,13 +92,15 @@ class CausalSelfAttention(nn.Module):
             q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
             qk = torch.cat((q, k), dim=2)
         qk = qk.to(v.dtype)  # under autocast a LayerNorm gives float32
+        if step is not None and step.row is not None:
+            return self.proj(self._attend_tokens(qk, v, ropes, step).view(B, T, nh * hs))
         if self.rope >= 0:
             cos, sin = ropes[self.rope]  # (B or 1, T, 1, n_elem)
             qk = apply_rope(qk, cos, sin)
         q, k = qk.split((nh, ng), dim=2)
         if step is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, ng, T, hs)
-        elif step.index is None:  # fresh rows see their own tokens only, which are at hand
+        elif step.fresh:  # fresh rows see their own tokens only, which are at hand
             self.kv_cache.update(k, v, step)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
@@ -103,52 +108,40 @@ class CausalSelfAttention(nn.Module):
         y = attend(q.transpose(1, 2), k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
         return self.proj(y.transpose(1, 2).reshape(B, T, nh * hs))
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None) -> Tensor:
-    """Attention of q (B, nh, T, hs) on k, v (B, ng, S, hs), which are never repeated for the query heads they serve.
-
-    `mask` (B or 1, 1, T, S) is added to the scores; None means causal with S == T. Returns (B, nh, T, hs).
-    """
-    B, nh, T, hs = q.shape
-    ng = k.size(1)
-    if softcap is not None:
-        return _attend_softcap(q, k, v, mask, scale, softcap)
-    if T == 1 and mask is not None:
-        # One query per row: the nh / ng queries of a group become its rows, which costs no copy of k and v.
-        y = F.scaled_dot_product_attention(q.reshape(B, ng, nh // ng, hs), k, v, attn_mask=mask, scale=scale)
-        return y.view(B, nh, 1, hs)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=nh != ng
-    )
+    def _attend_tokens(self, qk: Tensor, v: Tensor, ropes: list[tuple[Tensor, Tensor]], step: Step) -> Tensor:
+        """The same by the C++ kernels, each token by itself: (B * T, nh * hs)."""
+        q, k = qk.flatten(0, 1).split((self.n_head, self.n_query_groups), dim=1)  # (B * T, nh, hs), (B * T, ng, hs)
+        rope, cache = ropes[self.rope] if self.rope >= 0 else None, (self.kv_cache.k, self.kv_cache.v)
+        where = {"kind": self.kind, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return self.kernels.attend(q, k, v.flatten(0, 1), rope, cache, step.row, step.position, **where)
 
 
-def _attend_softcap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Scores are squashed to +-softcap before they are masked (Gemma 2); no fused kernel does that."""
-    B, nh, T, hs = q.shape
-    ng, S = k.size(1), k.size(2)
-    if mask is None:
-        mask = additive(visible(torch.arange(T, device=q.device)[None], S), q.dtype)
-    scores = (q.reshape(B, ng, nh // ng, T, hs) @ k[:, :, None].mT) * scale  # (B, ng, nh / ng, T, S)
-    scores = torch.tanh(scores / softcap) * softcap + mask[:, :, None]
-    return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v[:, :, None]).view(B, nh, T, hs)
+class Activation(nn.Module):
+    """act(x), or act(gate) * up of x = gate | up when gated."""
+
+    def __init__(self, act: str, gated: bool) -> None:
+        super().__init__()
+        self.act, self.gated = act, gated
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., size or 2 * size) -> (..., size)
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            return ACTIVATIONS[self.act](gate) * up
+        return ACTIVATIONS[self.act](x)
 
 
 class MLP(nn.Module):
-    """act(gate) * up when gated, with gate | up as the rows of one projection; else act(fc)."""
+    """When gated, gate | up are the rows of one projection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         size = config.intermediate_size
         self.fc = nn.Linear(config.n_embd, 2 * size if config.gated else size, bias=config.mlp_bias)
         self.proj = nn.Linear(size, config.n_embd, bias=config.mlp_bias)
-        self.gated, self.act = config.gated, ACTIVATIONS[config.act]
+        self.act = Activation(config.act, config.gated)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        if self.gated:
-            gate, up = x.chunk(2, dim=-1)
-            return self.proj(self.act(gate) * up)
-        return self.proj(self.act(x))
+        return self.proj(self.act(self.fc(x)))
 
 
 class MoE(nn.Module):
@@ -160,11 +153,8 @@ class MoE(nn.Module):
         self.gate = nn.Linear(C, E, bias=False)
         self.fc = nn.Parameter(torch.empty(E, 2 * size, C))  # gate | up
         self.proj = nn.Parameter(torch.empty(E, C, size))
-        self.n_expert_per_token, self.norm_topk, self.act = (
-            config.n_expert_per_token,
-            config.norm_topk,
-            ACTIVATIONS[config.act],
-        )
+        self.n_expert_per_token, self.norm_topk = config.n_expert_per_token, config.norm_topk
+        self.act = Activation(config.act, gated=True)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.size(-1))  # (B * T, C)
@@ -175,10 +165,14 @@ class MoE(nn.Module):
         y = torch.zeros_like(tokens)
         for expert in chosen.unique().tolist():
             token, rank = torch.where(chosen == expert)
-            gate, up = F.linear(tokens[token], self.fc[expert]).chunk(2, dim=-1)
-            out = F.linear(self.act(gate) * up, self.proj[expert]) * p[token, rank, None]
-            y.index_add_(0, token, out.to(y.dtype))
+            out = self._product(self.act(self._product(tokens[token], self.fc, expert)), self.proj, expert)
+            y.index_add_(0, token, (out * p[token, rank, None]).to(y.dtype))
         return y.view(x.shape)
+
+    @staticmethod
+    def _product(x: Tensor, weights: nn.Parameter | nn.ModuleList, expert: int) -> Tensor:
+        packed = isinstance(weights, nn.ModuleList)  # see `pack_model`
+        return weights[expert](x) if packed else F.linear(x, weights[expert])
 
 
 class Block(nn.Module):
@@ -302,7 +296,7 @@ class GPT(nn.Module):
         input_pos: Tensor | None = None,
         last: Tensor | None = None,
         *,
-        rows: slice | None = None,
+        rows: slice | Tensor | None = None,
         span: int | None = None,
     ) -> Tensor:
         """Logits of a batch.
@@ -310,6 +304,7 @@ class GPT(nn.Module):
             model(idx)                     training: causal, no cache
             model(idx, rows=slice(2, 3))   the same, and keys and values are kept in cache row 2: a fresh prompt
             model(idx, input_pos)          goes on from what the cache holds
+            model(idx, input_pos, rows=t)  the same for tokens of several rows, one after the other (`by_token` only)
 
         Args:
             idx: (B, T) int64 token ids. Rows that are shorter are padded on the right, with any id. (Rows of a longrope
@@ -317,24 +312,44 @@ class GPT(nn.Module):
             input_pos: (B, T) int64, each token's position in its row's text, which is also its cache column; -1 is
                 padding, which writes nothing and sees nothing (`cache.positions` makes it of an attention_mask).
             last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them.
-            rows: the cache rows of this call, B of them; None is the first B.
+            rows: the cache rows of this call, B of them; None is the first B. Or, with B = 1, the cache row of each
+                token, (T,) int64; `last` is then (n,), the columns of idx whose logits are wanted.
             span: how many cache columns to look at, more than any position; None is all. It only saves time.
 
         Returns:
-            (B, V) if `last` is given, else (B, T, V).
+            (B, V) or (n, V) if `last` is given, else (B, T, V).
         """
         B, T = idx.shape
-        step = self._step(idx, input_pos, rows, span)
         position = torch.arange(T, device=idx.device)[None] if input_pos is None else input_pos  # (1 or B, T)
-        ropes = self._rope_rows(position, last, step)
+        step = self._step(idx, input_pos, rows, span)
+        by_token = step is not None and step.row is not None
+        ropes = self._rope_rows(position.expand(B, T) if by_token else position, last, step)
         self.mask_cache = self._masks(position, step)
+        if not by_token:
+            return self.run_layers(idx, ropes, self.mask_cache, step, last)
+        # As one row, so that there are few different shapes: (1, B * T).
+        ropes = [(cos.flatten(0, 1)[None], sin.flatten(0, 1)[None]) for cos, sin in ropes]
+        if last is not None:
+            last = last.contiguous() if isinstance(step.rows, Tensor) else torch.arange(B) * T + last
+        logits = self.run_layers(idx.reshape(1, B * T), ropes, {}, step, last)
+        return logits.view(B, T, -1) if last is None else logits
+
+    def run_layers(
+        self,
+        idx: Tensor,
+        ropes: list[tuple[Tensor, Tensor]],
+        masks: dict[str, Tensor | None],
+        step: Step | None,
+        last: Tensor | None,
+    ) -> Tensor:
+        """The part of `forward` that is the same for all calls, and that may be compiled."""
         x = self.wte(idx)  # (B, T, C)
         if self.config.embedding_scale != 1.0:  # rounded to the model's dtype first, as Gemma was trained
             x = x * x.new_tensor(self.config.embedding_scale)
         for block in self.h:
-            x = block(x, ropes, self.mask_cache, step)
+            x = block(x, ropes, masks, step)
         if last is not None:
-            x = x[torch.arange(B, device=x.device), last]  # (B, C): one column per row reaches the head
+            x = x[torch.arange(len(x), device=x.device), last]  # (B, C): one column per row reaches the head
         logits = self.lm_head(self.ln_f(x))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -351,15 +366,28 @@ class GPT(nn.Module):
                 "model(idx, input_pos) needs a cache: call model.set_kv_cache(batch_size, max_seq_length)"
             )
         (B, T), (n_rows, _, S, _) = idx.shape, cache.k.shape
-        rows, span = rows or slice(0, B), span or S
-        if len(range(*rows.indices(n_rows))) != B:
+        rows, span = slice(0, B) if rows is None else rows, span or S
+        if isinstance(rows, Tensor):
+            if not self.by_token or rows.shape != (T,) or B != 1 or input_pos is None:
+                raise ValueError("rows (T,) need idx (1, T), input_pos and a model with kernels (`pack_model`)")
+            if rows.min() < 0 or rows.max() >= n_rows:  # kernels do not look
+                raise ValueError(f"rows {rows.min().item()} to {rows.max().item()} of a cache of {n_rows} rows")
+        elif len(range(*rows.indices(n_rows))) != B:
             raise ValueError(f"{B} rows of tokens, but {rows} of a cache of {n_rows} rows")
         needed = T
         if input_pos is not None:  # a GPU would have to be waited for
             needed = int(input_pos.max()) + 1 if input_pos.device.type == "cpu" else 0
         if needed > S or span > S or (input_pos is not None and needed > span):
             raise ValueError(f"column {needed - 1} of a cache of {S} columns, of which {span} are looked at")
-        return Step(rows, T) if input_pos is None else Step.at(input_pos, rows, span, cache)
+        if self.by_token:
+            position = torch.arange(T).expand(B, T) if input_pos is None else input_pos
+            return Step.of_tokens(position, rows, span, fresh=input_pos is None)
+        return Step(rows, T, fresh=True) if input_pos is None else Step.at(input_pos, rows, span, cache)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether kernels take the tokens of a call one by one, so that they may belong to any rows."""
+        return self.h[0].attn.kernels is not None
 
     def _compute_dtype(self) -> torch.dtype:
         device = self.wte.weight.device.type
@@ -367,7 +395,9 @@ class GPT(nn.Module):
 
     def _masks(self, position: Tensor, step: Step | None) -> dict[str, Tensor | None]:
         """One mask for each kind of layer; None where plain causal attention over the call's own tokens is right."""
-        fresh = step is None or step.index is None
+        if step is not None and step.row is not None:  # kernels know what a position sees
+            return {}
+        fresh = step is None or step.fresh
         span = position.size(1) if step is None else step.span
         masks: dict[str, Tensor | None] = {}
         for kind in set(self.config.layer_types):
@@ -390,15 +420,19 @@ class GPT(nn.Module):
             if len(cos) == 1:
                 cos, sin = cos[0, position], sin[0, position]  # (B or 1, T, n_elem)
             else:
-                from_start = step is None or step.index is None
-                length = last + 1 if from_start and last is not None else position.amax(-1) + 1  # (B or 1,)
-                if step is not None:
-                    length = torch.maximum(length, self.row_length[step.rows])
-                table = (length > rope.original_max_seq_len).long()[:, None]  # (B or 1, 1)
+                table = (self._lengths(position, last, step) > rope.original_max_seq_len).long()
                 cos, sin = cos[table, position], sin[table, position]
             rows.append((cos[:, :, None], signed_sin(sin)[:, :, None]))
         dtype = self._compute_dtype()
         return [(cos.to(dtype), sin.to(dtype)) for cos, sin in rows]
+
+    def _lengths(self, position: Tensor, last: Tensor | None, step: Step | None) -> Tensor:
+        """How long each row gets, (B or 1, 1); of a call with a cache row for each token (1, T)."""
+        if step is not None and isinstance(step.rows, Tensor):
+            return self.row_length[step.rows][None]
+        fresh = step is None or step.fresh
+        length = last + 1 if fresh and last is not None else position.amax(-1) + 1  # (B or 1,)
+        return (length if step is None else torch.maximum(length, self.row_length[step.rows]))[:, None]
 
     def _rope_tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         if not self._tables or self._tables[0][0].size(1) < length or self._tables[0][0].device != device:

@@ -10,8 +10,10 @@ import torch
 
 from lit_gen.cache import SPAN
 from lit_gen.config import Config
+from lit_gen.kernels import load_kernels
 from lit_gen.linear import multiplies
 from lit_gen.model import GPT
+from lit_gen.quantize import Format, empty, quantize_model, stored_tensors
 from lit_gen.settings import check_count
 
 OUT_OF_MEMORY = "out of memory, even as the only row: free some, shorten the prompt or lower max_new_tokens"
@@ -43,7 +45,13 @@ class Plan:
 
 
 def plan_batch(
-    config: Config, dtype: torch.dtype, device: torch.device, longest: int, n_rows: int, max_batch_size: int | None
+    config: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    n_rows: int,
+    max_batch_size: int | None,
+    format: Format | None = None,
 ) -> Plan:
     """Plans a batch whose cache and weights fit into the memory that is free now.
 
@@ -51,6 +59,7 @@ def plan_batch(
         longest: cache columns that a row may need.
         n_rows: rows that there are.
         max_batch_size: at most so many rows; None takes as many as fit, up to 64 on a CPU and 256 on a GPU.
+        format: what weights are quantised to.
 
     Raises:
         UserError: max_batch_size is no whole number >= 1.
@@ -59,10 +68,7 @@ def plan_batch(
         check_count("max_batch_size", max_batch_size)
     columns = -(-longest // SPAN) * SPAN
     column_bytes = 2 * config.n_layer * config.n_query_groups * config.head_size * dtype.itemsize
-    with torch.device("meta"):
-        n_weights = sum(p.numel() for p in GPT(config).parameters())
-    packed_in_float32 = device.type == "cpu" and not multiplies(dtype)  # see linear.py
-    weights = n_weights * (4 if packed_in_float32 else dtype.itemsize)
+    weights = _weight_bytes(config, dtype, device, format)
     free = free_memory(device)
     fit = int((free - weights) * SHARE) // (columns * column_bytes)
     if fit < 1:
@@ -70,6 +76,23 @@ def plan_batch(
         print(f"a row of {columns} columns may not fit: it needs {needed:.1f} GB of {free / 1e9:.1f}", file=sys.stderr)
     rows = max(1, min(fit, n_rows, max_batch_size or MOST_ROWS.get(device.type, 64)))
     return Plan(rows, columns, rows * columns * column_bytes, weights, free)
+
+
+def _weight_bytes(config: Config, dtype: torch.dtype, device: torch.device, format: Format | None) -> int:
+    with torch.device("meta"):
+        model = GPT(config).to(dtype)
+        if format is not None:
+            quantize_model(model, format, make=empty)
+            return sum(tensor.nbytes for tensor in stored_tensors(model).values())
+    packed_in_float32 = device.type == "cpu" and not multiplies(dtype)  # see linear.py and pack.py
+    if dtype == torch.bfloat16 and load_kernels() is not None:
+        packed_in_float32 = False
+    n_weights, n_embedding = sum(p.numel() for p in model.parameters()), model.wte.weight.numel()
+    if not packed_in_float32:
+        return n_weights * dtype.itemsize
+    # The embedding stays what it is; a head that was tied to it becomes a layer of its own.
+    others = n_weights - (0 if config.tie_embeddings else n_embedding)
+    return others * 4 + n_embedding * dtype.itemsize
 
 
 def free_memory(device: torch.device) -> int:

@@ -35,6 +35,7 @@ def make_batch(
     max_cache_columns: int | None = None,
     prefill_budget: int = 2048,
     padding_side: Side = None,
+    speculate: int = 0,
     ignore_eos: bool = False,
     stop_ids: Collection[int] = frozenset(),
     tokenizer: Tokenizer | None = None,
@@ -53,6 +54,7 @@ def make_batch(
         max_cache_columns: Cache columns of all rows together, rows times the longest; by default without limit.
         prefill_budget: Prompt tokens between two steps of the running rows; longer prompts are cut into such pieces.
         padding_side: Prefill prompts as one padded rectangle, not each alone at its own length.
+        speculate: Check up to so many guesses of each row in a step, taken from its own text, where that pays.
         ignore_eos: Go on after the model's end tokens, to measure speed.
         processors: f(tokens (1, T), logits (1, V)) -> logits, called for each row before its token is chosen.
         on_text: called with a row and the next piece of its text.
@@ -62,6 +64,8 @@ def make_batch(
         UserError: a setting is out of range; if strict and `prompts` has a length also for a prompt that cannot be run.
     """
     counts = {"max_batch_size": max_batch_size, "prefill_budget": prefill_budget, "num_samples": num_samples}
+    if speculate != 0:
+        counts["speculate"] = speculate
     _check_options(truncate, padding_side, stop_ids, processors, counts | {"max_cache_columns": max_cache_columns})
     asked = with_settings(prompts, n=num_samples, **settings)
     limits = Limits(config, tokenizer is not None, truncate)
@@ -73,6 +77,7 @@ def make_batch(
     ends = frozenset() if ignore_eos else stop_ids
     rows = make_rows(asked, limits, stop_ids=ends, tokenizer=tokenizer, strict=strict)
     how = {"padding_side": padding_side, "processors": processors, "on_text": on_text, "on_step": on_step}
+    how["speculate"] = speculate
     return Batch(rows, max_batch_size, max_cache_columns, prefill_budget, **how)
 
 

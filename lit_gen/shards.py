@@ -24,9 +24,11 @@ class Reader(Protocol):
 class SafetensorsReader:
     def __init__(self, files: list[Path]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.metadata: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
             with self._open(file) as handle:
+                self.metadata |= handle.metadata() or {}
                 for name in handle.keys():
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
                     self._file_of[name] = file

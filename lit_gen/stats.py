@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from lit_gen.linear import weight_bytes
+from lit_gen.limits import Work, cached_limits
 from lit_gen.model import GPT, MoE
+from lit_gen.pack import weight_bytes
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Stats:
         live_rows_before_tail, slots_before_tail: the same, of the steps during which more rows waited.
         bytes_read: bytes that the decode steps had to read: per step the weights once (of an embedding table that is
             not also the head only the rows looked up) and the cache columns up to each row's position.
+        flops: floating-point operations of the decode steps.
+        prefill_flops: those of the prefills, without attention, whose part grows with the prompts.
         cache_bytes: memory of the key/value cache.
         peak_memory: bytes, as `peak_memory` gives it.
     """
@@ -63,6 +66,8 @@ class Stats:
     live_rows_before_tail: int = 0
     slots_before_tail: int = 0
     bytes_read: int = 0
+    flops: int = 0
+    prefill_flops: int = 0
     cache_bytes: int = 0
     peak_memory: int = 0
     started: float = field(default_factory=time.perf_counter, repr=False)
@@ -76,6 +81,7 @@ class Stats:
         if self.traffic is None:
             self.traffic = Traffic(model)
         self.prompt_tokens += prompt_tokens
+        self.prefill_flops += prompt_tokens * self.traffic.work.token + first_tokens * self.traffic.work.head
         self.prefill_seconds += seconds
 
     def add_step(self, position: Sequence[int], seconds: float, slots: int, more: bool) -> None:
@@ -87,6 +93,7 @@ class Stats:
             self.live_rows_before_tail += len(position)
             self.slots_before_tail += slots
         self.bytes_read += self.traffic.step(position)
+        self.flops += self.traffic.flops(position)
         self.decode_seconds += seconds
 
     def add_row(self, kept_tokens: int) -> None:
@@ -130,23 +137,43 @@ class Stats:
         """Bytes read per step times steps per second, in 10**9 bytes."""
         return _rate(self.bytes_read, self.decode_seconds) / 1e9
 
+    @property
+    def decode_share(self) -> float | None:
+        """The least time that this machine needs for the decode steps, over that of this run; None if not measured."""
+        limits = None if self.device != "cpu" else cached_limits(torch.get_num_threads())
+        if limits is None or not self.steps:
+            return None
+        least = limits.seconds(self.bytes_read / self.steps, self.flops / self.steps, self._dtype)
+        return _rate(least, self.decode_seconds / self.steps)
+
+    @property
+    def prefill_share(self) -> float | None:
+        """The same for the products of the prefills."""
+        limits = None if self.device != "cpu" else cached_limits(torch.get_num_threads())
+        return None if limits is None else _rate(self.prefill_flops / limits.peak(self._dtype), self.prefill_seconds)
+
+    @property
+    def _dtype(self) -> str:
+        return self.dtype.removeprefix("torch.")
+
     def report(self) -> str:
-        """A few lines for stderr."""
+        """A few lines for stderr; shares are of what `scripts/benchmark.py --limits true` measured on this machine."""
         first = "" if self.time_to_first_token is None else f", first token after {self.time_to_first_token:.2f} s"
         return (
             f"{self.model} ({self.dtype}, {self.device}), loaded in {self.load_seconds:.2f} s\n"
             f"prefill: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s, "
-            f"{self.prefill_tokens_per_second:.1f} tokens/s{first}\n"
+            f"{self.prefill_tokens_per_second:.1f} tokens/s{_percent(self.prefill_share)}{first}\n"
             f"decode: {self.decode_tokens_per_second:.1f} kept tokens/s, {self.steps} steps in "
             f"{self.decode_seconds:.2f} s ({self.steps_per_second:.2f}/s), {self.mean_rows:.1f} rows per step "
-            f"({self.occupancy:.0%} of those that could run), {self.gigabytes_per_second:.1f} GB/s\n"
+            f"({self.occupancy:.0%} of those that could run), {self.gigabytes_per_second:.1f} GB/s"
+            f"{_percent(self.decode_share)}\n"
             f"{self.rows} rows, {self.new_tokens} new tokens kept; "
             f"cache {self.cache_bytes / 1e9:.2f} GB, peak memory {self.peak_memory / 1e9:.2f} GB"
         )
 
     def to_json(self) -> dict[str, Any]:
         """All counters and rates, by name."""
-        rates = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        rates = [name for name, value in vars(Stats).items() if isinstance(value, property) and name[0] != "_"]
         counters = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("started", "traffic")}
         return counters | {name: getattr(self, name) for name in rates}
 
@@ -159,7 +186,7 @@ class Stats:
 
 
 class Traffic:
-    """How many bytes a decode step of a model has to read; the model's caches must be set up.
+    """How many bytes a decode step of a model has to read, and its operations; the model's caches must be set up.
 
     The weights count once, whatever the number of rows: of an embedding that is not also the head only the rows looked
     up, and of a mixture of experts no more experts than all rows together can choose.
@@ -176,10 +203,19 @@ class Traffic:
         sizes = [2 * c.k.size(1) * c.k.size(3) * c.k.element_size() for c in caches if c is not None]
         self.layers, self.window = Counter(config.layer_types), config.window  # kind -> layers of it
         self.column_bytes = max(sizes)  # of one layer; they are alike
+        self.work = Work.of(config)
 
     def step(self, position: Sequence[int]) -> int:
         """Bytes of a step whose rows stand at these positions: weights, and the cache columns that each row sees."""
         idle = max(0, self.n_expert - self.n_chosen * len(position)) * self.expert
+        return self.weights - idle + self.seen(position) * self.column_bytes
+
+    def flops(self, position: Sequence[int]) -> int:
+        """Floating-point operations of that step."""
+        return len(position) * (self.work.token + self.work.head) + self.seen(position) * self.work.column
+
+    def seen(self, position: Sequence[int]) -> int:
+        """Cache columns that tokens at these positions see, summed over the layers."""
         seen = 0
         for kind, n_layer in self.layers.items():
             if kind == "full":
@@ -188,12 +224,16 @@ class Traffic:
                 seen += n_layer * sum(min(p + 1, self.window) for p in position)
             else:
                 seen += n_layer * sum(p % self.window + 1 for p in position)
-        return self.weights - idle + seen * self.column_bytes
+        return seen
 
 
 def _rate(amount: float, per: float) -> float:
     """`amount / per`; 0 where nothing was measured."""
     return amount / per if per > 0 else 0.0
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f" ({share:.0%} of this machine's limit)"
 
 
 def peak_memory(device: torch.device) -> int:

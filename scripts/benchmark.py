@@ -1,22 +1,28 @@
-"""Measures generation against transformers: same weights, same prompts, one process, runs in turn, medians, ratios.
+"""Measures generation against other engines: same weights, same prompts, runs in turn, medians, ratios.
 
-    python scripts/benchmark.py --precision '["float32", "bfloat16"]' --batch '[1, 8, 64]'
-    python scripts/benchmark.py --limits true
+    python scripts/benchmark.py --limits true                                  # what this machine can do, kept
+    python scripts/benchmark.py --precision '["float32"]' --batch '[1, 8, 64]'
+    python scripts/benchmark.py --tasks '["ragged"]' --requests jobs.json --slots '[64]' --static_batch '[16, 32]'
+    python scripts/benchmark.py --vs '["hf", "openvino", "llamacpp", "litgpt"]' --python '{"openvino": "ov/bin/python"}'
+    python scripts/benchmark.py --vs '["lit_gen 8"]' --options '{"lit_gen 8": {"quantize": "int8"}}'
+    python scripts/benchmark.py --tasks '["decode", "ragged", "context"]' --plot speed.png
 
-Absolute figures of a shared machine are noise; the ratios of runs that alternate are not. Prefill is the time until
-every row has its first token, decoding the time from there on. Neither engine stops at an end token.
+Each engine is a process of its own (`peers/`), in this interpreter or in another; one computes while the others sleep.
+Absolute figures of a shared machine are noise; the ratios of runs that alternate are not. `benchmark_tasks.py` says
+what is measured. Nothing stops at an end token.
 """
 
+import hashlib
 import json
 import os
-import platform
-import statistics
+import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 if __name__ == "__main__":  # from a bare clone, and from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,158 +33,149 @@ if __name__ == "__main__":  # from a bare clone, and from any folder
 import torch
 from tqdm import tqdm
 
-from generate.base import generate
 from lit_gen.checkpoint import load_model
+from lit_gen.config import Config
 from lit_gen.download import fetch_default_model
 from lit_gen.export import save_hf
-from lit_gen.linear import pack_linears
-from lit_gen.stats import Stats
-from lit_gen.utils import UserError, run_cli
+from lit_gen.limits import Limits, cached_limits, cpu_name, limits_file, measure_limits, save_limits
+from lit_gen.plan import free_memory
+from lit_gen.settings import check_count
+from lit_gen.utils import UserError, run_cli, say
+from scripts.benchmark_jobs import Sizes, random_jobs, read_jobs
+from scripts.benchmark_plot import draw
+from scripts.benchmark_tasks import OURS, Line, context, decode, prefill, ragged, startup
+from scripts.peers.client import Missing, Worker
+from scripts.peers.worker import Settings
 
+PEERS = (OURS, "hf", "openvino", "llamacpp", "litgpt")
 CPU = torch.device("cpu")
+Task = Literal["decode", "prefill", "ragged", "context", "startup"]
 
 
-class Run(NamedTuple):
-    tokens: list[list[int]]
-    prefill: float  # seconds until every row has its first token
-    decode: float  # seconds for the rest
+def refresh_limits(threads: int) -> Limits:
+    """Measures and keeps them, for one thread too."""
+    for n in sorted({1, threads}):
+        save_limits(limits := measure_limits(n))
+    return limits
 
 
-Engine = Callable[[list[list[int]], int], Run]
+def hf_folder(checkpoint_dir: Path, dtype: str, work: Path) -> tuple[Path, Config]:
+    """The checkpoint as a Hugging Face folder in this dtype, which every engine reads or converts; made once."""
+    files = sorted(checkpoint_dir.iterdir()) if checkpoint_dir.is_dir() else [checkpoint_dir]
+    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(repr(state).encode()).hexdigest()[:8]
+    folder = work / f"{checkpoint_dir.stem if checkpoint_dir.is_file() else checkpoint_dir.name}-{key}-{dtype}" / "hf"
+    model = load_model(checkpoint_dir, getattr(torch, dtype), CPU)
+    if not folder.exists():
+        unfinished = folder.with_name("hf.partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        save_hf(model, unfinished, checkpoint_dir)
+        unfinished.rename(folder)
+    return folder, model.config
 
 
-def lit_gen(folder: Path, dtype: torch.dtype) -> Engine:
-    model = pack_linears(load_model(folder, dtype, CPU))
+class Engines:
+    """Starts engines on one checkpoint in one dtype; those that are not installed are left out from then on."""
 
-    def run(prompts: list[list[int]], new: int) -> Run:
-        stats, B = Stats(), len(prompts)
-        together = {"max_batch_size": B, "prefill_budget": sum(map(len, prompts))}  # all prefills, then all steps
-        rows = list(generate(model, prompts, max_new_tokens=new, stats=stats, **together))
-        tokens = [row.tokens for row in sorted(rows, key=lambda row: row.index)]
-        return Run(tokens, stats.prefill_seconds, stats.decode_seconds)
+    def __init__(self, names: list[str], settings: Settings, work: Path, python: dict, options: dict) -> None:
+        self.names, self.settings, self.work = [OURS, *names], settings, work
+        self.python, self.options = python, options
 
-    return run
+    def start(self, name: str) -> Worker:
+        kind = name.split()[0]  # what follows tells variants apart
+        how = {"name": kind, "made": str(self.work / kind), "options": self.options.get(name, {})}
+        return Worker(replace(self.settings, **how), self.python.get(kind))
 
-
-def transformers(folder: Path, dtype: torch.dtype) -> Engine:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    model.generation_config.eos_token_id = None
-
-    def run(prompts: list[list[int]], new: int) -> Run:
-        width, times = max(map(len, prompts)), []
-        idx = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-
-        def clock(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-            times.append(time.perf_counter())  # called after each token
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-        start = time.perf_counter()
-        with torch.inference_mode():
-            settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "stopping_criteria": [clock]}
-            out = model.generate(idx, attention_mask=mask, **settings)
-        return Run(out[:, width:].tolist(), times[0] - start, time.perf_counter() - times[0])
-
-    return run
+    def start_all(self) -> dict[str, Worker]:
+        workers: dict[str, Worker] = {}
+        for name in self.names:
+            try:
+                workers[name] = self.start(name)
+            except Missing as error:
+                if name == OURS:
+                    raise UserError(str(error)) from None
+                say(str(error))
+        self.names = list(workers)
+        return workers
 
 
-def random_prompts(B: int, T: int, vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(B * T)
-    return torch.randint(3, vocab_size, (B, T), generator=generator).tolist()
-
-
-def compare(engines: dict[str, Engine], tasks: list[dict], repeats: int, vocab_size: int) -> Iterator[dict]:
-    """Runs each task on every engine in turn, `repeats` times after one warm-up; yields a line for each task."""
-    for task in tqdm(tasks, unit="task", disable=None):
-        B, T, new = task["batch"], task["prompt"], task["new"]
-        prompts, speeds = random_prompts(B, T, vocab_size), {name: [] for name in engines}
-        tokens = [run(prompts, new).tokens for run in engines.values()]  # also warms up
-        for _ in range(repeats):
-            for name, run in engines.items():
-                _, prefill, decode = run(prompts, new)
-                speeds[name].append(B * T / prefill if task["task"] == "prefill" else B * (new - 1) / decode)
-        ratios = [a / b for a, b in zip(*speeds.values(), strict=True)]
-        yield task | {
-            "tokens_per_second": {name: round(statistics.median(values), 1) for name, values in speeds.items()},
-            "ratio": round(statistics.median(ratios), 3),
-            "ratios": [round(ratio, 3) for ratio in ratios],
-            "rows_with_equal_tokens": f"{sum(a == b for a, b in zip(*tokens, strict=True))}/{B}",
-        }
-
-
-def measure_limits() -> dict:
-    """What this machine can do: read bandwidth in GB/s, matrix products in GFLOP/s."""
-    a = torch.ones(2**27)  # 512 MB, far beyond the caches
-    found = {"read_gb_per_s": a.nbytes / _best(lambda: a.sum()) / 1e9}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.ones(512, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
-        flops = 2 * x.size(0) * w.numel()
-        found[f"{str(dtype).removeprefix('torch.')}_gflop_per_s"] = flops / _best(lambda x=x, w=w: x @ w) / 1e9
-    return {name: round(value, 1) for name, value in found.items()}
-
-
-def _best(run: Callable[[], object], repeats: int = 7) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def measure(engines: Engines, tasks: list[Task], sizes: Sizes, limits: Limits, config: Config) -> Iterator[Line]:
+    """The lines of all tasks on one checkpoint in one dtype."""
+    V, repeats = config.vocab_size, sizes.repeats
+    with ExitStack() as stack:
+        workers = engines.start_all()
+        for worker in workers.values():
+            stack.callback(worker.close)
+        yield {"about": {name: worker.about for name, worker in workers.items()}}
+        if "decode" in tasks:
+            for B in sizes.batch:
+                yield decode(workers, random_jobs(B, sizes.prompt, sizes.new, V), repeats, limits)
+        if "prefill" in tasks:
+            for T in sizes.prefill:
+                yield prefill(workers, random_jobs(1, T, 1, V)[0], repeats, limits)
+        if "ragged" in tasks:
+            yield from ragged(workers, read_jobs(sizes, V), sizes.slots, sizes.static_batch, repeats)
+        if "context" in tasks:
+            column = 2 * config.n_layer * config.n_query_groups * config.head_size * torch.float32.itemsize
+            most = int(free_memory(CPU) * 0.8) // column
+            yield from context(workers[OURS], sizes.context_batch, sizes.context, repeats, most)
+    if "startup" in tasks:
+        yield startup({name: partial(engines.start, name) for name in engines.names}, repeats, V)
 
 
 def main(
     *,
     checkpoint_dir: Path | None = None,
-    precision: list[Literal["float32", "bfloat16", "float16"]] = ["float32", "bfloat16"],  # noqa: B006 (a CLI default)
-    batch: list[int] = [1, 8, 64],  # noqa: B006
-    prompt: int = 128,
-    new: int = 32,
-    prefill: list[int] = [512, 2048],  # noqa: B006
-    repeats: int = 5,
+    tasks: list[Task] = ["decode", "prefill"],  # noqa: B006 (a CLI default)
+    vs: list[str] = ["hf"],  # noqa: B006
+    python: dict[str, str] = {},  # noqa: B006
+    options: dict[str, dict[str, str]] = {},  # noqa: B006
+    precision: list[Literal["float32", "bfloat16", "float16"]] = ["float32", "bfloat16"],  # noqa: B006
     threads: int | None = None,
     limits: bool = False,
+    plot: Path | None = None,
     out: Path | None = None,
+    work: Path | None = None,
+    **kwargs: Any,
 ) -> None:
-    """Measures generation against transformers' generate on this CPU and prints a JSON line for each task.
+    """Measures generation on this CPU against other engines and prints a JSON line for each measurement.
 
     Args:
         checkpoint_dir: By default SmolLM2-135M-Instruct.
+        tasks: What to measure.
+        vs: hf, openvino, llamacpp, litgpt (if installed), or variants with options of their own, such as "lit_gen 8".
+        python: Interpreters of engines that are installed elsewhere, such as {"openvino": "ov/bin/python"}.
+        options: Options of engines, such as {"openvino": {"kv": "u8"}}; `scripts/peers/` lists them.
         precision: Dtypes to measure.
-        batch: Batch sizes of the decoding tasks.
-        prompt: Tokens of each prompt of the decoding tasks.
-        new: New tokens of the decoding tasks.
-        prefill: Prompt lengths of the prefill tasks, one row each.
-        repeats: Measured runs of each, in turn, after a warm-up.
-        threads: PyTorch's threads; by default one for each core.
-        limits: Only print what the machine can do.
+        threads: Of each engine; by default one for each core.
+        limits: Only measure what the machine can do, again.
+        plot: Picture to draw from the lines of the last dtype (needs matplotlib).
         out: File to append the lines to.
+        work: Folder for the model in each engine's own format, kept; by default in the user's cache folder.
     """
-    if repeats < 1 or new < 2 or prompt < 1:
-        raise UserError("benchmark needs --repeats >= 1, --new >= 2 and --prompt >= 1")
-    torch.set_num_threads(threads or torch.get_num_threads())
-    settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": platform.processor()}
-    settings |= {"capability": torch.backends.cpu.get_cpu_capability(), "limits": measure_limits(), "repeats": repeats}
-    _emit(settings, out)
+    sizes, threads, lines = Sizes(**kwargs), threads or torch.get_num_threads(), []
+    check_count("threads", threads)
+    for name in {*vs, *options}:
+        if name.partition(" ")[0] not in PEERS:
+            raise UserError(f"there is no engine {name!r}: use {', '.join(PEERS)}")
+    found = refresh_limits(threads) if limits else cached_limits(threads) or refresh_limits(threads)
+    emit({"cpu": cpu_name(), "torch": torch.__version__, "limits": found.describe(), "repeats": sizes.repeats}, out)
     if limits:
         return
     checkpoint_dir = checkpoint_dir or fetch_default_model()
-    tasks = [{"task": "decode", "batch": B, "prompt": prompt, "new": new} for B in batch]
-    tasks += [{"task": "prefill", "batch": 1, "prompt": T, "new": 1} for T in prefill]
-    for name in precision:
-        dtype = getattr(torch, name)
-        with tempfile.TemporaryDirectory() as folder:
-            model = load_model(checkpoint_dir, dtype, CPU)
-            save_hf(model, Path(folder), checkpoint_dir)
-            vocab_size = model.config.vocab_size
-            del model
-            engines = {"lit_gen": lit_gen(Path(folder), dtype), "transformers": transformers(Path(folder), dtype)}
-        for line in compare(engines, tasks, repeats, vocab_size):
-            _emit({"precision": name} | line, out)
+    for dtype in precision:
+        folder, config = hf_folder(checkpoint_dir, dtype, work or limits_file().parent / "benchmark")
+        model = checkpoint_dir.stem if checkpoint_dir.is_file() else checkpoint_dir.name
+        settings = Settings("", str(checkpoint_dir.resolve()), str(folder), "", model, dtype, threads)
+        engines, lines = Engines(vs, settings, folder.parent, python, options), []
+        for line in tqdm(measure(engines, tasks, sizes, found, config), unit="line", disable=None):
+            emit({"precision": dtype} | line, out)
+            lines.append(line)
+    if plot is not None:
+        draw(lines, found, precision[-1], plot)
 
 
-def _emit(line: dict, out: Path | None) -> None:
+def emit(line: Line, out: Path | None) -> None:
     print(json.dumps(line), flush=True)
     if out is not None:
         with out.open("a") as file:

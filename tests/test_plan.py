@@ -8,8 +8,9 @@ import torch
 from conftest import llama_config
 
 from lit_gen import plan
-from lit_gen.linear import pack_linears, weight_bytes
+from lit_gen.kernels import load_kernels
 from lit_gen.model import GPT
+from lit_gen.pack import pack_model, weight_bytes
 from lit_gen.plan import Plan, free_memory, is_out_of_memory, plan_batch
 from lit_gen.utils import UserError
 
@@ -39,15 +40,22 @@ def test_plan_of_a_tiny_model_by_hand(free, monkeypatch):
     assert (half.rows, half.cache_bytes, half.weight_bytes) == (20, 20 * 65_536, 2 * WEIGHTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_planned_bytes_are_those_that_the_model_takes(free, dtype):
+@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_planned_bytes_are_those_that_the_model_takes(free, dtype, tied, kernels, monkeypatch):
     free(10**9)
-    got = plan_batch(CONFIG, dtype, CPU, longest=65, n_rows=3, max_batch_size=None)
-    model = pack_linears(GPT(CONFIG).to(dtype))
-    model.set_kv_cache(got.rows, got.columns)
+    monkeypatch.setenv("LIT_GEN_KERNELS", kernels)
+    load_kernels.cache_clear()
+    try:
+        config = llama_config(tie_embeddings=tied)
+        got = plan_batch(config, dtype, CPU, longest=65, n_rows=3, max_batch_size=None)
+        model = pack_model(GPT(config).to(dtype))
+        model.set_kv_cache(got.rows, got.columns)
+    finally:
+        load_kernels.cache_clear()
     assert (got.rows, got.columns) == (3, 128) and got.cache_bytes == model.cache_bytes
-    embedding = model.wte.weight.nbytes if dtype == torch.bfloat16 and not plan.multiplies(dtype) else 0
-    assert got.weight_bytes == pytest.approx(weight_bytes(model) + embedding, rel=0.02)  # it is not packed in float32
+    assert got.weight_bytes == pytest.approx(weight_bytes(model), rel=0.02)
 
 
 @pytest.mark.parametrize(("longest", "columns"), [(1, 64), (64, 64), (65, 128), (256, 256)])

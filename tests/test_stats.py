@@ -159,6 +159,7 @@ def test_published_are_a_report_and_every_counter_and_rate(tmp_path, capsys):
     assert numbers["prefill_tokens_per_second"] == 150.0 and numbers["peak_memory"] > 1e6
     rates = {"prefill_tokens_per_second", "decode_tokens_per_second", "steps_per_second"}
     rates |= {"mean_rows", "occupancy", "occupancy_before_tail", "gigabytes_per_second"}
+    rates |= {"decode_share", "prefill_share"}
     assert numbers.keys() == (set(Stats.__dataclass_fields__) - {"started", "traffic"}) | rates
 
 

@@ -1,0 +1,79 @@
+// What happens to each row by itself between the products: RMSNorm, and the MLP's activation.
+
+#include "vec.h"
+
+namespace {
+
+constexpr int64_t SMALL = 1 << 14;  // elements that are not worth a second thread
+
+template <class T>
+void rms_norm(const T* x, int64_t M, int64_t C, const T* weight, float offset, float eps, T* out) {
+#pragma omp parallel for schedule(static) if (M * C > SMALL)
+    for (int64_t m = 0; m < M; m++) {
+        const T* row = x + m * C;
+        V squares = {};
+        for (int64_t c = 0; c < C; c += LANES) {
+            const V y = load(row + c, C - c);
+            squares += y * y;
+        }
+        const float factor = 1.0f / std::sqrt(sum(squares) / float(C) + eps);
+        for (int64_t c = 0; c < C; c += LANES) {
+            V y = load(row + c, C - c) * factor;
+            if (weight) y *= load(weight + c, C - c) + offset;
+            store(out + m * C + c, y, C - c);
+        }
+    }
+}
+
+enum Act { SILU, GELU_TANH, GELU, RELU };
+
+template <int A>
+inline V act(V x) {
+    if (A == SILU) return x / (1.0f + exp(-x));
+    if (A == RELU) return x < 0.0f ? V{} : x;
+    if (A == GELU_TANH) {  // 0.5 x (1 + tanh u) = x / (1 + e**(-2u)), u = sqrt(2 / pi) (x + 0.044715 x**3)
+        const V u = 0.7978845608f * (x + 0.044715f * x * x * x);
+        return x / (1.0f + exp(-2.0f * u));
+    }
+    V y;
+    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067812f));
+    return y;
+}
+
+template <class T, int A>
+void activate(const T* x, int64_t M, int64_t size, bool gated, T* out) {
+#pragma omp parallel for schedule(static) if (M * size > SMALL)
+    for (int64_t m = 0; m < M; m++) {
+        const T *gate = x + m * size * (gated ? 2 : 1), *up = gate + size;
+        for (int64_t c = 0; c < size; c += LANES) {
+            V y = act<A>(load(gate + c, size - c));
+            if (gated) y *= load(up + c, size - c);
+            store(out + m * size + c, y, size - c);
+        }
+    }
+}
+
+template <class T>
+void choose(int kind, const T* x, int64_t M, int64_t size, bool gated, T* out) {
+    if (kind == SILU) activate<T, SILU>(x, M, size, gated, out);
+    if (kind == GELU_TANH) activate<T, GELU_TANH>(x, M, size, gated, out);
+    if (kind == GELU) activate<T, GELU>(x, M, size, gated, out);
+    if (kind == RELU) activate<T, RELU>(x, M, size, gated, out);
+}
+
+}  // namespace
+
+// x and out (M, C), weight (C,) or null. All of one dtype: 0 float32, 1 bfloat16, 2 float16.
+extern "C" void lit_rms_norm(int dtype, const void* x, int64_t M, int64_t C, const void* weight, float offset, float eps,
+                             void* out) {
+    if (dtype == 0) rms_norm((const float*)x, M, C, (const float*)weight, offset, eps, (float*)out);
+    if (dtype == 1) rms_norm((const bf16*)x, M, C, (const bf16*)weight, offset, eps, (bf16*)out);
+    if (dtype == 2) rms_norm((const half*)x, M, C, (const half*)weight, offset, eps, (half*)out);
+}
+
+// act(x (M, size)), or act(gate) * up of x (M, 2 * size) = gate | up. kind: 0 silu, 1 gelu with tanh, 2 gelu, 3 relu.
+extern "C" void lit_activate(int dtype, int kind, const void* x, int64_t M, int64_t size, int gated, void* out) {
+    if (dtype == 0) choose(kind, (const float*)x, M, size, gated, (float*)out);
+    if (dtype == 1) choose(kind, (const bf16*)x, M, size, gated, (bf16*)out);
+    if (dtype == 2) choose(kind, (const half*)x, M, size, gated, (half*)out);
+}

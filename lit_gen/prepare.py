@@ -1,0 +1,48 @@
+"""From a loaded model to one that generates as fast as this machine allows, with the promises that were asked for."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from lightning.fabric import Fabric
+
+from lit_gen.fabric import parameter_dtype
+from lit_gen.invariance import prove_invariance
+from lit_gen.model import GPT
+from lit_gen.pack import pack_model
+from lit_gen.quantize import Format
+from lit_gen.utils import UserError
+
+
+def prepare_model(
+    fabric: Fabric,
+    load: Callable[[torch.dtype, torch.device], GPT],
+    quantize: Format | None = None,
+    batch_invariant: bool | Literal["auto"] = "auto",
+    compile: bool = False,
+) -> GPT:
+    """Loads, packs, proves and compiles a model, and hands it to Fabric.
+
+    Args:
+        load: makes the model.
+        quantize: keep the weights of linear layers in 8 or 4 bits.
+        batch_invariant: rows get the same bits in every batch. True proves it or raises; "auto" has it wherever it
+            costs little, and says so where it has not; False does not look.
+        compile: use torch.compile.
+
+    Raises:
+        UserError: what is asked for cannot be had; before the model is loaded where that is known.
+    """
+    mixed = fabric.strategy.precision.precision.endswith("mixed")
+    if mixed and (quantize or batch_invariant is True):
+        option = "quantize" if quantize else "batch_invariant true"
+        raise UserError(f"--{option} needs a precision such as bf16-true: in mixed precision weights stay in float32")
+    model = load(parameter_dtype(fabric), fabric.device)
+    if not mixed:
+        pack_model(model, quantize)
+        prove_invariance(model, batch_invariant)
+    if compile:
+        from lit_gen.compiled import compile_model  # takes a second to import
+
+        compile_model(model)
+    return fabric.setup_module(model, move_to_device=False)
