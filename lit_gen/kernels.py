@@ -123,8 +123,9 @@ class Kernels:
             return torch.ops.lit_gen.linear(x, weight, bias, N, factor, scales)
         x, K = x.contiguous(), x.size(-1)
         out = x.new_empty(*x.shape[:-1], N)
-        scales, factor, bias = (None if t is None else t.data_ptr() for t in (scales, factor, bias))
-        packed = (FORMATS[weight.dtype], weight.data_ptr(), scales, factor, bias, N, K)
+        # The names of the tensors stay bound: the caller may hold no other reference.
+        pointers = [None if t is None else t.data_ptr() for t in (weight, scales, factor, bias)]
+        packed = (FORMATS[weight.dtype], *pointers, N, K)
         self._linear(DTYPES[x.dtype], x.data_ptr(), x.numel() // K, *packed, out.data_ptr())
         return out
 

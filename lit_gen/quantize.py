@@ -5,8 +5,9 @@
                                                     inputs: 5 bits a weight in all
 
 All linear layers become so but the router of a mixture of experts, which is small, and where a small error chooses
-another expert; embeddings and norms stay too. A head that is tied to the embedding becomes a layer of its own, and the
-embedding is kept beside it: in SmolLM2-135M 57 MB of 16-bit numbers, of which a step reads a few rows.
+another expert; embeddings and norms stay too. The head becomes int8 in either format: in int4 it alone raised the
+perplexity of SmolLM2-135M from 34.6 to 36.6, for 11 of 95 MB that a step reads. If it is tied to the embedding it
+becomes a layer of its own, and the embedding is kept beside it: 57 MB of 16 bits, of which a step reads a few rows.
 """
 
 from collections.abc import Callable
@@ -161,7 +162,7 @@ def quantize_model(model: GPT, format: Format, make: Callable[[Tensor, Format, s
         parent = model.get_submodule(parent)
         router = isinstance(parent, MoE)  # experts are in lists of their own
         if isinstance(module, nn.Linear) and not router:
-            kept = make(module.weight.detach(), format, f"{name}.weight")
+            kept = make(module.weight.detach(), "int8" if name == "lm_head" else format, f"{name}.weight")
             setattr(parent, child, QuantizedLinear(kept, module.in_features, module.bias))
     return model
 

@@ -30,7 +30,7 @@ from lit_gen.pack import KernelLinear, pack_model, weight_bytes
 from lit_gen.plan import plan_batch
 from lit_gen.quantize import QuantizedLinear, dequantize, model_format, quantize, quantize_model
 from lit_gen.utils import UserError
-from scripts import perplexity
+from scripts import convert_lit_checkpoint, perplexity
 from scripts import quantize as quantize_script
 
 ROOT, CPU = Path(__file__).resolve().parents[1], torch.device("cpu")
@@ -198,6 +198,7 @@ def test_every_family_is_quantised_stored_and_loaded(
     save_lit(at_load, tmp_path, folder)
     stored = load_model(tmp_path, None, CPU)
     assert model_format(stored) == format and stored.config == model.config
+    assert stored.lm_head.format == "int8" and {block.attn.qkv.format for block in stored.h} == {format}
     routers = {f"h.{layer}.mlp.gate" for layer, moe in enumerate(model.config.moe_layers) if moe}
     assert {name for name, module in stored.named_modules() if isinstance(module, nn.Linear)} == routers
     expected = with_floats(copy.deepcopy(stored))(IDX)
@@ -342,17 +343,17 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("format", "expected"), [("int8", 1 + 4 / 64), ("int4", 0.5 + 4 / 32)])
-def test_bytes_are_counted_and_planned(format: str, expected: float) -> None:
-    """All linear layers have 64 inputs but one of 128; norms and the embedding stay in 16 bits."""
+@pytest.mark.parametrize("format", FORMATS)
+def test_bytes_are_counted_and_planned(format: str) -> None:
+    """Layers have 128 + 64 + 256 + 64 outputs of 64 inputs, the last of 128. Norms and the embedding are in 16 bits."""
     config = llama_config(tie_embeddings=True)
     model = pack_model(randomized(config).bfloat16(), format)
-    linears = 2 * (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128) + 512 * 64
-    floats = 2 * (512 * 64 + 5 * 64)
-    by_hand = floats + linears * expected - (2 * 64 * 4 if format == "int8" else 0)  # 64 outputs of 128 inputs
+    linears, outputs = 2 * (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128), 2 * (128 + 64 + 256 + 64)
+    floats, head = 2 * (512 * 64 + 5 * 64), 512 * (64 + 4)  # the head is int8 in either format
+    by_hand = floats + head + (linears + 4 * outputs if format == "int8" else linears // 2 + linears // 32 * 4)
     assert weight_bytes(model) == by_hand
     assert plan_batch(config, torch.bfloat16, CPU, 64, 1, None, format).weight_bytes == by_hand
-    assert plan_batch(config, torch.bfloat16, CPU, 64, 1, None).weight_bytes == floats + 2 * (linears - 512 * 64)
+    assert plan_batch(config, torch.bfloat16, CPU, 64, 1, None).weight_bytes == floats + 2 * linears
 
 
 def test_bitsandbytes_is_refused_in_one_line_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,13 +396,8 @@ def test_the_script_writes_a_folder_that_generates(checkpoint: Path, tmp_path: P
     done = subprocess.run([*command, "--text", tmp_path / "text.txt"], capture_output=True, text=True)
     line = json.loads(done.stdout)
     assert done.returncode == 0 and line["tokens"] == 235 and line["perplexity"] > 1
-    again = subprocess.run(
-        [sys.executable, ROOT / "scripts/convert_lit_checkpoint.py"]
-        + ["--checkpoint_dir", str(tmp_path / "int4"), "--out_dir", str(tmp_path / "hf")],
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 2 and again.stderr.count("\n") == 1 and "cannot be converted back" in again.stderr
+    with pytest.raises(UserError, match="cannot be converted back"):
+        convert_lit_checkpoint.main(checkpoint_dir=tmp_path / "int4", out_dir=tmp_path / "hf")
 
 
 def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary() -> None:
