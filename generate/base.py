@@ -144,8 +144,8 @@ def run(
     """
     dtype, device = parameter_dtype(fabric), fabric.device
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
-    weights = f"{fabric.strategy.precision.precision} {quantize or ''}".strip()
-    answers = Answers(prompts, checkpoint_dir, settings, weights, device, **options)
+    precision = f"{fabric.strategy.precision.precision} {quantize or ''}".strip()
+    answers = Answers(prompts, checkpoint_dir, settings, precision, device, **options)
     if answers.finished:
         return
     with answers:
