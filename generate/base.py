@@ -22,13 +22,13 @@ from lit_gen import GPT, Tokenizer
 from lit_gen.answers import Answers
 from lit_gen.batch import Batch
 from lit_gen.cache import span_of
+from lit_gen.checkpoint import weight_format
 from lit_gen.download import fetch_default_model
-from lit_gen.fabric import Precision, parameter_dtype, setup_fabric
+from lit_gen.fabric import Precision, Quantize, parameter_dtype, setup_fabric
 from lit_gen.forward import check, prefill
 from lit_gen.logprobs import row_logprobs
 from lit_gen.plan import Plan, is_out_of_memory, plan_batch
 from lit_gen.prepare import prepare_model
-from lit_gen.quantize import Format
 from lit_gen.requests import Prompt, make_batch
 from lit_gen.sampling import Sampler
 from lit_gen.stats import Stats
@@ -66,7 +66,7 @@ def generate(
     return decode(model, batch, Stats() if stats is None else stats)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
     """The loop: rows come in when there is room, run together, and leave when they end."""
     device, epoch, sampler = model.wte.weight.device, None, None
@@ -79,8 +79,7 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
                     logits = prefill(model, pieces, batch.padding_side)  # (B, V)
                     tokens = sampler_of(rows, device, batch.processors)(logits)  # (B,)
                     batch.push_pieces(tokens.tolist(), row_logprobs(rows, logits, tokens))
-                    n = sum(len(piece.tokens) for piece in pieces)
-                    stats.add_prefill(model, n, len(rows), time.perf_counter() - start)
+                    stats.add_prefill(model, sum(len(p.tokens) for p in pieces), len(rows), time.perf_counter() - start)
                 if rows := batch.decoding:
                     epoch, start = batch.arrange(model, epoch), time.perf_counter()
                     columns, guesses = [row.filled for row in rows], batch.speculation.guess(rows)
@@ -94,9 +93,8 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
                         idx, input_pos = torch.tensor(fed, device=device)  # (B, 1) each
                         logits, tokens = next_token(model, idx, input_pos, span_of(columns, batch.shape[1]), sampler)
                         batch.push(rows, tokens.tolist(), row_logprobs(rows, logits, tokens))
-                    seconds = time.perf_counter() - start
+                    stats.add_step(columns, seconds := time.perf_counter() - start, batch.slots, batch.more)
                     batch.speculation.learn(guesses, seconds)
-                    stats.add_step(columns, seconds, batch.slots, batch.more)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -122,7 +120,7 @@ def run(
     shard: str | None = None,
     max_batch_size: int | None = None,
     stats_json: Path | None = None,
-    quantize: Format | None = None,
+    quantize: Quantize | None = None,
     batch_invariant: bool | Literal["auto"] = "auto",
     compile: bool = False,
     **settings: Any,
@@ -130,29 +128,28 @@ def run(
     """Answers prompts: texts go to stdout in the order of the prompts, or lines to a file; numbers to stderr.
 
     Args:
-        load: makes the model; called when prompts and settings are known to be good.
         out: A .jsonl file that gets a line per row. The same command goes on where it was interrupted.
-        chat: Put prompts into the checkpoint's chat template; by default if it has one.
+        chat: Put prompts into the checkpoint's chat template; by default if there is one.
         stream: Show the text of a single prompt as it comes.
         strict: One bad prompt ends everything; by default only without --out, else it becomes a line with an error.
         shard: i/n: only the prompts i, i + n, ...; by default from RANK and WORLD_SIZE, or from SLURM.
         max_batch_size: Rows that run at a time; by default as many as fit into memory.
         stats_json: File to write the numbers to.
-        quantize: Keep the weights of linear layers in 8 or 4 bits.
         batch_invariant: true proves that rows get the same bits in every batch or ends; false does not look.
         compile: Use torch.compile, which pays for long jobs on a GPU.
     """
-    dtype, device = parameter_dtype(fabric), fabric.device
+    device, dtype, precision = fabric.device, parameter_dtype(fabric), fabric.strategy.precision.precision
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
-    precision = f"{fabric.strategy.precision.precision} {quantize or ''}".strip()
-    answers = Answers(prompts, checkpoint_dir, settings, precision, device, **options)
+    format = weight_format(checkpoint_dir, quantize, precision)  # None: not quantised, or by Fabric
+    kind = f"{precision} {format or quantize or ''}".strip()
+    answers = Answers(prompts, checkpoint_dir, settings, kind, device, **options)
     if answers.finished:
         return
     with answers:
-        plan = plan_batch(answers.config, dtype, device, answers.longest, answers.n_rows, max_batch_size)
+        plan = plan_batch(answers.config, dtype, device, answers.longest, answers.n_rows, max_batch_size, format)
         print(plan, file=sys.stderr)
         start = time.perf_counter()
-        model = prepare_model(fabric, load, quantize, batch_invariant, compile)
+        model = prepare_model(fabric, load, format, batch_invariant, compile)
         stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
         answer(model, answers, plan, stats, **settings)
     stats.publish(device, stats_json)
@@ -183,6 +180,7 @@ def main(
     *,
     checkpoint_dir: Path | None = None,
     precision: Precision | None = None,
+    quantize: Quantize | None = None,
     **kwargs: Any,
 ) -> None:
     """Generates text for a list of prompts of any lengths, each row exactly as it would come out alone.
@@ -191,9 +189,11 @@ def main(
         prompts: A text, a JSON list of texts, a .txt file (a prompt a line), a .jsonl file (objects), or - for stdin.
         checkpoint_dir: A Hugging Face folder, a lit folder or a .gguf file; by default SmolLM2-135M-Instruct, fetched.
         precision: By default 32-true on a CPU, and 16 bits on a GPU.
+        quantize: Keep the weights of linear layers in 8 or 4 bits; nf4 and bnb-int8 are for GPUs.
     """
     path = checkpoint_dir or fetch_default_model()
-    run(setup_fabric(precision), path, lambda *how: GPT.from_checkpoint(path, *how), prompts, **kwargs)
+    fabric = setup_fabric(precision, quantize)
+    run(fabric, path, lambda *how: GPT.from_checkpoint(path, *how), prompts, quantize=quantize, **kwargs)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ more memory than the model. Nothing is left random: a missing, surplus, truncate
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -72,7 +73,9 @@ def weight_format(path: Path, asked: str | None, precision: str) -> Format | Non
         UserError: both, and they differ; or the precision is mixed, which casts weights at every use.
     """
     file = path / LIT_MODEL
-    stored = format_of(SafetensorsReader([file]).metadata, file) if file.is_file() else None
+    stored = (
+        format_of(SafetensorsReader([file]).metadata, file) if os.path.isfile(file) else None
+    )  # False also for an impossible name
     if asked and stored and asked != stored:
         raise UserError(f"{path} has {stored} weights, not {asked}: leave --quantize out, or take the original")
     if (asked or stored) and precision.endswith("mixed"):

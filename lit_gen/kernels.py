@@ -25,6 +25,7 @@ SOURCES = ("linear.cpp", "attention.cpp", "rowwise.cpp")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # uint8: pairs of int4
+SIZES = ctypes.c_int64 * 11  # what `lit_attend` of csrc/attention.cpp calls `sizes`
 KINDS = {"full": 0, "sliding": 1, "chunked": 2}
 
 
@@ -124,9 +125,9 @@ class Kernels:
         x, K = x.contiguous(), x.size(-1)
         out = x.new_empty(*x.shape[:-1], N)
         # The names of the tensors stay bound: the caller may hold no other reference.
-        pointers = [None if t is None else t.data_ptr() for t in (weight, scales, factor, bias)]
-        packed = (FORMATS[weight.dtype], *pointers, N, K)
-        self._linear(DTYPES[x.dtype], x.data_ptr(), x.numel() // K, *packed, out.data_ptr())
+        more = [None if t is None else t.data_ptr() for t in (scales, factor, bias)]
+        what = (DTYPES[x.dtype], x.data_ptr(), x.numel() // K, FORMATS[weight.dtype], weight.data_ptr())
+        self._linear(*what, *more, N, K, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
@@ -180,15 +181,12 @@ class Kernels:
             cos, sin = rope or (None, None)
             return torch.ops.lit_gen.attend(q, k, v, cos, sin, *cache, row, position, scale, softcap, kind, window)
         (N, nh, hs), ng = q.shape, k.size(1)
-        dtypes = {x.dtype for x in (q, k, v, *(rope or ()), *cache)}
-        assert len(dtypes) == 1, f"one dtype is wanted, not {dtypes}"  # what C++ takes for another would run out of it
-        cos, sin = rope or (q[:0], q[:0])
-        n_elem = cos.size(-1) if rope else 0
-        sizes = torch.tensor(
-            [N, nh, ng, hs, cache[0].size(2), n_elem, q.stride(0), k.stride(0), v.stride(0), KINDS[kind], window or 1]
-        )
+        (cos, sin), (k_cache, v_cache), dtype = rope or (q, q), cache, q.dtype
+        for x in (k, v, cos, sin, k_cache, v_cache):  # what C++ takes for another dtype would run out of it
+            assert x.dtype is dtype, f"one dtype is wanted, not {dtype} and {x.dtype}"
+        n_elem, strides = cos.size(-1) if rope else 0, (q.stride(0), k.stride(0), v.stride(0))
+        sizes = SIZES(N, nh, ng, hs, k_cache.size(2), n_elem, *strides, KINDS[kind], window or 1)
         out = q.new_empty(N, nh * hs)
-        tensors = (sizes, row, position, q, k, v, cos, sin, *cache, out)
-        first, *rest = (tensor.data_ptr() for tensor in tensors)
-        self._attend(DTYPES[q.dtype], first, scale, softcap or 0.0, *rest)
+        tensors = (row, position, q, k, v, cos, sin, k_cache, v_cache, out)
+        self._attend(DTYPES[dtype], sizes, scale, softcap or 0.0, *[x.data_ptr() for x in tensors])
         return out

@@ -110,10 +110,10 @@ class CausalSelfAttention(nn.Module):
 
     def _attend_tokens(self, qk: Tensor, v: Tensor, ropes: list[tuple[Tensor, Tensor]], step: Step) -> Tensor:
         """The same by the C++ kernels, each token by itself: (B * T, nh * hs)."""
-        q, k = qk.flatten(0, 1).split((self.n_head, self.n_query_groups), dim=1)  # (B * T, nh, hs), (B * T, ng, hs)
+        qk, v, nh = qk.flatten(0, 1), v.flatten(0, 1), self.n_head  # (B * T, nh + ng, hs), (B * T, ng, hs)
         rope, cache = ropes[self.rope] if self.rope >= 0 else None, (self.kv_cache.k, self.kv_cache.v)
         where = {"kind": self.kind, "window": self.window, "scale": self.scale, "softcap": self.softcap}
-        return self.kernels.attend(q, k, v.flatten(0, 1), rope, cache, step.row, step.position, **where)
+        return self.kernels.attend(qk[:, :nh], qk[:, nh:], v, rope, cache, step.row, step.position, **where)
 
 
 class Activation(nn.Module):

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from lightning.fabric import Fabric
 
-from lit_gen.fabric import parameter_dtype
+from lit_gen.fabric import parameter_dtype, uses_bitsandbytes
 from lit_gen.invariance import prove_invariance
 from lit_gen.model import GPT
 from lit_gen.pack import pack_model
@@ -25,7 +25,7 @@ def prepare_model(
 
     Args:
         load: makes the model.
-        quantize: keep the weights of linear layers in 8 or 4 bits.
+        quantize: keep the weights of linear layers in 8 or 4 bits, if they are not already.
         batch_invariant: rows get the same bits in every batch. True proves it or raises; "auto" has it wherever it
             costs little, and says so where it has not; False does not look.
         compile: use torch.compile.
@@ -33,16 +33,15 @@ def prepare_model(
     Raises:
         UserError: what is asked for cannot be had; before the model is loaded where that is known.
     """
-    mixed = fabric.strategy.precision.precision.endswith("mixed")
-    if mixed and (quantize or batch_invariant is True):
-        option = "quantize" if quantize else "batch_invariant true"
-        raise UserError(f"--{option} needs a precision such as bf16-true: in mixed precision weights stay in float32")
-    model = load(parameter_dtype(fabric), fabric.device)
-    if not mixed:
+    own, mixed = not uses_bitsandbytes(fabric), fabric.strategy.precision.precision.endswith("mixed")
+    if batch_invariant is True and (mixed or not own):
+        raise UserError("--batch_invariant true needs weights in one dtype, such as bf16-true, and our own kernels")
+    model = load(parameter_dtype(fabric), fabric.device if own else torch.device("cpu"))
+    if own and not mixed:
         pack_model(model, quantize)
         prove_invariance(model, batch_invariant)
     if compile:
         from lit_gen.compiled import compile_model  # takes a second to import
 
         compile_model(model)
-    return fabric.setup_module(model, move_to_device=False)
+    return fabric.setup_module(model, move_to_device=not own)

@@ -9,7 +9,6 @@ from lit_gen import linear
 from lit_gen.invariance import prove_invariance
 from lit_gen.kernels import load_kernels
 from lit_gen.linear import PackedLinear
-from lit_gen.model import GPT
 from lit_gen.pack import pack_model
 from lit_gen.utils import UserError
 

@@ -4,6 +4,12 @@
 // and which thread runs them changes when a sum is formed, never how: a row gets the same bits beside any others.
 
 #include <memory>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+inline int omp_get_thread_num() { return 0; }
+inline int omp_get_num_threads() { return 1; }
+#endif
 #include "vec.h"
 
 namespace {
@@ -14,6 +20,7 @@ constexpr int TILE = 24;   // sums that are formed at once, in vectors: as many 
 #else
 constexpr int TILE = 6;
 #endif
+constexpr int AHEAD = 2048;  // bytes: weights are fetched so long before they are needed, if there are few rows
 constexpr int DEPTH = 4;   // tiles whose x stays in the cache while w passes by
 
 typedef int16_t I16 __attribute__((vector_size(32), aligned(2), may_alias));
@@ -96,6 +103,7 @@ void tile(const float* x, const Weight& g, int64_t panel, T* out) {
         for (int p = 0; p < P; p++) weights[p].group(i);
         for (int64_t k = 32 * i; k < std::min(32 * i + 32, K); k++) {
             V b[2 * P];
+            for (int p = 0; p < P && P == 2; p++) __builtin_prefetch(w + p * step + k * W::bytes + AHEAD);
             for (int p = 0; p < P; p++) weights[p].get(w + p * step + k * W::bytes, b[2 * p], b[2 * p + 1]);
             for (int m = 0; m < MR; m++)
                 for (int j = 0; j < 2 * P; j++) acc[m][j] += x[k * MR + m] * b[j];
@@ -127,26 +135,36 @@ void tiles(int64_t M, const float* x, const Weight& g, int64_t panel, T* out) {
     }
 }
 
+// x (M, K) as float32 [tile][K][rows of the tile]; tile by tile from m on.
+template <class T>
+void arrange(const T* x, int64_t m, int64_t M, int64_t K, int64_t most, float* out) {
+    const int64_t n = std::min(most, M - m);
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t k = 0; k < K; k++) out[m * K + k * n + i] = to_float(x[(m + i) * K + k]);
+}
+
 template <class W, class T>
 void linear(const T* x, int64_t M, const Weight& g, T* out) {
-    // Few rows: two panels at a time, so that there are enough independent sums. w is padded to an even number.
-    const int P = M <= TILE / 4 ? 2 : 1;
-    const int64_t most = TILE / (2 * P), K = g.K, jobs = (g.N + P * PANEL - 1) / (P * PANEL);
-    std::unique_ptr<float[]> buffer(new float[M * K]);  // [tile][K][rows of the tile]
+    // Few rows: two panels at a time, so that there are enough independent sums.
+    const bool few = M <= TILE / 4;
+    const int64_t most = TILE / (few ? 4 : 2), K = g.K, panels = (g.N + PANEL - 1) / PANEL;
+    std::unique_ptr<float[]> buffer(new float[M * K]);
+    if (few) arrange(x, 0, M, K, most, buffer.get());  // not worth waiting for other threads
 #pragma omp parallel
     {
+        if (few) {
+            const int64_t t = omp_get_thread_num(), threads = omp_get_num_threads();
+            int64_t p = panels * t / threads;
+            const int64_t end = panels * (t + 1) / threads;
+            for (; p + 2 <= end; p += 2) tiles<W, T, 2>(M, buffer.get(), g, p, out);
+            if (p < end) tiles<W, T, 1>(M, buffer.get(), g, p, out);
+        } else {
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < M; m += most) {
-            const int64_t n = std::min(most, M - m);
-            for (int64_t i = 0; i < n; i++)
-                for (int64_t k = 0; k < K; k++) buffer[m * K + k * n + i] = to_float(x[(m + i) * K + k]);
-        }
-        for (int64_t m = 0; m < M; m += DEPTH * most) {
-            const int64_t n = std::min(DEPTH * most, M - m);
+            for (int64_t m = 0; m < M; m += most) arrange(x, m, M, K, most, buffer.get());
+            for (int64_t m = 0; m < M; m += DEPTH * most) {
+                const int64_t n = std::min(DEPTH * most, M - m);
 #pragma omp for schedule(static) nowait
-            for (int64_t j = 0; j < jobs; j++) {
-                if (P == 2) tiles<W, T, 2>(n, &buffer[m * K], g, 2 * j, out + m * g.N);
-                else tiles<W, T, 1>(n, &buffer[m * K], g, j, out + m * g.N);
+                for (int64_t p = 0; p < panels; p++) tiles<W, T, 1>(n, &buffer[m * K], g, p, out + m * g.N);
             }
         }
     }

@@ -148,6 +148,8 @@ def serve(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    if cpus := os.environ.get("BENCHMARK_CPUS"):  # the parent's threads are bound, and this process would be as well
+        os.sched_setaffinity(0, map(int, cpus.split(",")))
     what, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
     if what == "prepare":
         try:
