@@ -60,7 +60,8 @@ def check(model: GPT, batch: Batch, guesses: Sequence[Sequence[int]]) -> None:
     going = list(range(len(rows)))
     while going:
         some, here = [rows[b] for b in going], logits[[place[b] + i for b in going]]
-        tokens = sampler_of(some, logits.device, batch.processors)(here)
-        batch.push(some, tokens.tolist(), row_logprobs(some, here, tokens))
-        right = [b for b, token in zip(going, tokens.tolist(), strict=True) if guesses[b][i : i + 1] == [token]]
+        tokens = sampler_of(some, logits.device, batch.processors)(here)  # (n,)
+        chosen = tokens.tolist()
+        batch.push(some, chosen, row_logprobs(some, here, tokens))
+        right = [b for b, token in zip(going, chosen, strict=True) if guesses[b][i : i + 1] == [token]]
         going, i = [b for b in right if rows[b].finish_reason is None], i + 1
