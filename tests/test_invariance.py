@@ -13,6 +13,7 @@ from lit_gen.pack import pack_model
 from lit_gen.utils import UserError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
 
 
 class Neighbourly(nn.Linear):
@@ -27,7 +28,7 @@ class Neighbourly(nn.Linear):
         return y
 
 
-@pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_models_prove_themselves(dtype: torch.dtype) -> None:
     prove_invariance(pack_model(randomized(llama_config()).to(dtype)), True)
@@ -46,6 +47,7 @@ def test_one_bit_in_one_layer_is_refused_by_name(capsys: pytest.CaptureFixture) 
     assert capsys.readouterr().err == ""
 
 
+@needs_kernels
 def test_a_packed_layer_that_holds_for_few_rows_gets_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the vocabulary head of oneDNN: 64 rows give other bits, 32 do not; the pieces then give what 32 give."""
     model = pack_model(randomized(llama_config()))
