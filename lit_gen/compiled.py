@@ -5,16 +5,19 @@ rows and every length. Elsewhere shapes are kept few: rows are padded to a power
 """
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as fx_config
 
 from lit_gen.cache import Step
 from lit_gen.kernels import Kernels, load_kernels
 from lit_gen.model import GPT
+from lit_gen.utils import say
 
 
 def compile_model(model: GPT) -> GPT:
@@ -36,7 +39,11 @@ def compile_model(model: GPT) -> GPT:
         if last is None or last.numel() != idx.numel():  # a prompt; their lengths are of all kinds
             return eager(idx, ropes, masks, step, last)
         own = [(cos.clone(), sin.clone()) for cos, sin in ropes]  # of a view the compiler looks at the base, too
-        return compiled(idx.clone(), own, masks, step, last)
+        graphs, start = counters["stats"]["unique_graphs"], time.perf_counter()
+        logits = compiled(idx.clone(), own, masks, step, last)
+        if counters["stats"]["unique_graphs"] > graphs:
+            say(f"compiled in {time.perf_counter() - start:.1f} s, which are in the time of this step")
+        return logits
 
     model.run_layers = run_layers
     return model
