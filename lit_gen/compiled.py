@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from torch.fx.experimental import _config as fx_config
 
 from lit_gen.cache import Step
 from lit_gen.kernels import Kernels, load_kernels
+from lit_gen.linear import PackedLinear
 from lit_gen.model import GPT
 from lit_gen.utils import say
+
+LAYERS: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()  # an operator takes no layer, only its number
 
 
 def compile_model(model: GPT) -> GPT:
@@ -30,6 +34,9 @@ def compile_model(model: GPT) -> GPT:
         torch._dynamo.config.force_parameter_static_shapes = False  # the caches' too, whose rows and columns change
         fx_config.use_duck_shape = False  # sizes that happen to be equal may differ the next time
         register_kernels(load_kernels())
+        for layer in [module for module in model.modules() if isinstance(module, PackedLinear)]:
+            layer.number = id(layer)
+            LAYERS[layer.number] = layer
         how = {"dynamic": True, "fullgraph": True}
     elif model.wte.weight.device.type == "cuda":
         how = {"dynamic": False, "mode": "reduce-overhead"}
@@ -65,6 +72,10 @@ def register_kernels(kernels: Kernels) -> None:
         x: Tensor, weight: Tensor, bias: Tensor | None, N: int, factor: Tensor | None, scales: Tensor | None
     ) -> Tensor:
         return kernels.linear(x, weight, bias, N, factor=factor, scales=scales)
+
+    @operator("packed_linear", lambda x, number, N: x.new_empty(*x.shape[:-1], N))
+    def packed_linear(x: Tensor, number: int, N: int) -> Tensor:
+        return LAYERS[number](x)
 
     @operator("rms_norm", lambda x, weight, offset, eps: torch.empty_like(x))
     def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:

@@ -68,8 +68,11 @@ class PackedLinear(nn.Module):
         self.bias, self.nbytes = linear.bias, linear.weight.nbytes
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 8)  # opaque
         self.rows_at_once: int | None = None
+        self.number: int | None = None  # what compiled code knows this layer by (`compile_model`)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
+        if torch.compiler.is_compiling():  # which cannot look into the weight
+            return torch.ops.lit_gen.packed_linear(x, self.number, self.out_features)
         if self.rows_at_once is None:
             return product(x, self.weight, self.bias)
         rows = x.reshape(-1, self.in_features).split(self.rows_at_once)

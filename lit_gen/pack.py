@@ -43,11 +43,11 @@ def pack_model(model: GPT, quantize: Format | None = None) -> GPT:
             setattr(parent, name, KernelNorm(child, kernels))
         elif isinstance(child, Activation):
             setattr(parent, name, KernelActivation(child, kernels))
+    split_experts(model)
     if dtype != torch.float32 and multiplies(dtype):
         _pack_linears(model, kernels, QuantizedLinear)
         lay_out_linears(model)
     else:
-        split_experts(model)
         _pack_linears(model, kernels, nn.Linear | QuantizedLinear)
     return model
 

@@ -57,12 +57,11 @@ class Speculation:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.checked = 0
         self._lookups: WeakKeyDictionary[Row, Lookup] = WeakKeyDictionary()
         self._right, self._judged = 0.5, 1.0
         self._sums = [0.0] * 5  # of 1, N, N * N, seconds, N * seconds
         self._slope = 1 / 16  # b / a, until steps of different sizes were measured
-        self._offered: list[tuple[Row, int]] = []
+        self._offered: list[tuple[Row, int, int]] = []  # a row, its first guess, and how many tokens it had
 
     def guess(self, rows: Sequence[Row]) -> list[list[int]]:
         """Guesses worth checking for each row, at most `most` and never beyond the row's last token."""
@@ -111,7 +110,6 @@ class Speculation:
         fed = len(guesses) + checked
         for i, value in enumerate((1.0, fed, fed * fed, seconds, fed * seconds)):
             self._sums[i] = FORGET * self._sums[i] + value
-        self.checked += checked
         for row, first, before in self._offered:  # also those that were not checked
             lookup, right = self._lookups[row], row.tokens[before : before + 1] == [first]
             lookup.right, lookup.judged = FORGET * lookup.right + right, FORGET * lookup.judged + 1

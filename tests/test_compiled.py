@@ -7,6 +7,7 @@ from test_generate_base import some_prompts
 from torch._dynamo.utils import counters
 
 from generate.base import generate
+from lit_gen import linear, pack
 from lit_gen.compiled import compile_model
 from lit_gen.kernels import load_kernels
 from lit_gen.model import GPT
@@ -33,3 +34,13 @@ def test_compiled_rows_are_the_eager_ones_and_nothing_is_compiled_again() -> Non
         assert tokens(compiled, prompts, **how) == tokens(eager, prompts, **how)
     assert counters["stats"]["unique_graphs"] <= 3
     assert not counters["graph_break"]
+
+
+def test_weights_packed_for_a_cpu_that_multiplies_16_bits_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linear, pack):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: True)
+    torch._dynamo.reset()
+    eager, compiled = (pack_model(randomized(llama_config()).bfloat16()) for _ in range(2))
+    assert isinstance(eager.h[0].mlp.fc, linear.PackedLinear)
+    prompts = some_prompts(3, vocab=100, seed=5)
+    assert tokens(compile_model(compiled), prompts) == tokens(eager, prompts)

@@ -5,7 +5,7 @@ import torch
 from conftest import llama_config, randomized
 from torch import Tensor, nn
 
-from lit_gen import linear
+from lit_gen import linear, pack
 from lit_gen.invariance import prove_invariance
 from lit_gen.kernels import load_kernels
 from lit_gen.linear import PackedLinear
@@ -24,7 +24,7 @@ class Neighbourly(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if len(x) >= self.many:
-            y[0, 3] = torch.nextafter(y[0, 3], torch.tensor(1e9))
+            y[0, 3] = torch.nextafter(y[0, 3], torch.tensor(1e9, dtype=y.dtype))
         return y
 
 
@@ -64,3 +64,16 @@ def test_a_packed_layer_that_holds_for_few_rows_gets_few(monkeypatch: pytest.Mon
     assert {layer.rows_at_once for layer in packed} == {32}
     x = torch.arange(12800.0).view(200, 64).sin()
     assert packed[1](x).shape == (200, 40) and torch.equal(packed[0](x)[:100], expected)
+
+
+@needs_kernels
+def test_experts_are_proved_as_well_where_the_cpu_multiplies_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacked weights are no linear layers; they become some, so that the proof sees them."""
+    for module in (linear, pack):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: True)
+    moe = {"n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 48, "moe_layers": [True, False]}
+    model = pack_model(randomized(llama_config(**moe)).bfloat16())
+    assert {type(expert) for expert in [*model.h[0].mlp.fc, *model.h[0].mlp.proj]} == {PackedLinear}
+    model.h[0].mlp.proj[3] = Neighbourly(48, 61, bias=False).requires_grad_(False).bfloat16()
+    with pytest.raises(UserError, match=r"h\.0\.mlp\.proj\.3 \(48 to 61\)"):
+        prove_invariance(model, True)

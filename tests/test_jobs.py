@@ -410,6 +410,7 @@ def test_another_job_may_not_go_on_in_this_file(small, begun, checkpoint: Path, 
         (["--prompts", other], "prompts (was "),
         (["--checkpoint_dir", model], "model.lit_model.safetensors (was "),
         (["--precision", "bf16-true"], 'precision (was "32-true", is "bf16-true")'),
+        (["--quantize", "int8"], 'precision (was "32-true", is "32-true int8")'),
     ):
         line = refused(tmp_path, *arguments, *changes)
         assert f"{tmp_path / 'out.jsonl'} was begun with another {part}" in line and "give another --out" in line

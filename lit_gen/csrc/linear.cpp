@@ -98,7 +98,7 @@ void tile(const float* x, const Weight& g, int64_t panel, T* out) {
     const int64_t K = g.K, step = K * W::bytes, groups = (K + 31) / 32;
     const char* w = g.w + panel * step;
     W weights[P];
-    for (int p = 0; p < P; p++) weights[p].start(g.scales + (panel + p) * groups * 128);
+    for (int p = 0; p < P && g.scales; p++) weights[p].start(g.scales + (panel + p) * groups * 128);
     for (int64_t i = 0; i < groups; i++) {
         for (int p = 0; p < P; p++) weights[p].group(i);
         for (int64_t k = 32 * i; k < std::min(32 * i + 32, K); k++) {
