@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from lit_gen.config import Config
+from lit_gen.layers import MoE
 from lit_gen.linear import HugePages
-from lit_gen.model import GPT, MoE
+from lit_gen.model import GPT
 
 WORKING_SETS = (2**24, 2**26, 2**28, 2**30)  # bytes: caches serve the smaller ones, as they serve a small model
 DTYPES = ("float32", "bfloat16")

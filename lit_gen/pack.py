@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_gen.kernels import Kernels, load_kernels
+from lit_gen.layers import Activation, Norm
 from lit_gen.linear import Float32Linear, HugePages, PackedLinear, aligned, lay_out_linears, multiplies
-from lit_gen.model import GPT, Activation, Norm
+from lit_gen.model import GPT
 from lit_gen.quantize import GROUP, Format, QuantizedLinear, model_format, quantize_model, split_experts, unpack_int4
 
 PANEL = 64  # output columns are padded to whole numbers of two panels of 32, see csrc/linear.cpp

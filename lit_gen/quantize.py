@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_gen.model import GPT, MoE
+from lit_gen.layers import MoE
+from lit_gen.model import GPT
 from lit_gen.utils import UserError
 
 Format = Literal["int8", "int4"]

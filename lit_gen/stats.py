@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from lit_gen.layers import MoE
 from lit_gen.limits import Work, cached_limits
-from lit_gen.model import GPT, MoE
+from lit_gen.model import GPT
 from lit_gen.pack import weight_bytes
 
 
