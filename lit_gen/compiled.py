@@ -77,9 +77,13 @@ def register_kernels(kernels: Kernels) -> None:
     def packed_linear(x: Tensor, number: int, N: int) -> Tensor:
         return LAYERS[number](x)
 
-    @operator("rms_norm", lambda x, weight, offset, eps: torch.empty_like(x))
+    @operator("rms_norm", lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format))
     def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
         return kernels.rms_norm(x, weight, offset, eps)
+
+    @operator("layer_norm", lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format))
+    def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return kernels.layer_norm(x, weight, bias, eps)
 
     @operator("activate", lambda x, act, gated: x.new_empty(*x.shape[:-1], x.size(-1) // 2 if gated else x.size(-1)))
     def activate(x: Tensor, act: str, gated: bool) -> Tensor:

@@ -12,20 +12,31 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 CSRC = Path(__file__).parent / "csrc"
-SOURCES = ("linear.cpp", "attention.cpp", "rowwise.cpp")
+SOURCES = ("linear.cpp", "attention.cpp", "rowwise.cpp", "calls.cpp")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # uint8: pairs of int4
-SIZES = ctypes.c_int64 * 11  # what `lit_attend` of csrc/attention.cpp calls `sizes`
+CALL = ctypes.c_int64 * 25  # see csrc/calls.cpp
+LINEAR, ATTEND, RMS_NORM, LAYER_NORM, ACTIVATE, ADD = range(6)
+N_ROWS = {
+    LINEAR: 3,
+    ATTEND: 2,
+    RMS_NORM: 3,
+    LAYER_NORM: 3,
+    ACTIVATE: 4,
+    ADD: 4,
+}  # where a call says how many rows it has
 KINDS = {"full": 0, "sliding": 1, "chunked": 2}
 
 
@@ -77,26 +88,50 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "") + platform.machine()
 
 
-def _check_memory(failed: int, *_: object) -> None:
-    if failed:
-        raise MemoryError("no memory for the intermediate results of a kernel")
+def as_integer(x: int | float | Tensor | None) -> int:
+    """What csrc/calls.cpp takes for it: floats as their bits, tensors as addresses."""
+    if type(x) is int:
+        return x
+    if x is None:
+        return 0
+    return _bits(x) if type(x) is float else x.data_ptr()
+
+
+@functools.cache
+def _bits(x: float) -> int:
+    return int.from_bytes(struct.pack("<f", x), "little")
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """x (..., C), how many rows lie one after the other, and the distance from one such group to the next.
+
+    The queries of a token are such a group, which need not be copied out of q | k | v.
+    """
+    if not x.is_contiguous():
+        shape, strides = x.squeeze(0).shape, x.squeeze(0).stride()
+        if strides[-1] == 1 and (len(shape) == 2 or (len(shape) == 3 and strides[1] == shape[2])):
+            return x, 1 if len(shape) == 2 else shape[1], strides[0]
+        x = x.contiguous()
+    return x, 1, x.size(-1)
 
 
 class Kernels:
     """The functions of `csrc`, on tensors. Tensors are contiguous, on the CPU, and all of one dtype unless said."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, integer, number, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-        self._linear, self._attend = library.lit_linear, library.lit_attend
-        self._rms_norm, self._activate = library.lit_rms_norm, library.lit_activate
-        self._linear.argtypes = [code, pointer, integer, code, *[pointer] * 4, integer, integer, pointer]
-        self._attend.argtypes = [code, pointer, number, number, *[pointer] * 10]
-        self._rms_norm.argtypes = [code, pointer, integer, integer, pointer, number, number, pointer]
-        self._activate.argtypes = [code, code, pointer, integer, integer, code, pointer]
-        for function in (self._rms_norm, self._activate):
-            function.restype = None
-        for function in (self._linear, self._attend):
-            function.restype, function.errcheck = code, _check_memory
+        library.lit_run.argtypes, library.lit_run.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+        self._run, self.here = library.lit_run, threading.local()  # here.record: what is told of this thread's calls
+
+    def run(self, calls: int, n: int) -> None:
+        """Runs n calls, whose numbers lie at this address."""
+        if self._run(calls, n):
+            raise MemoryError("no memory for the intermediate results of a kernel")
+
+    def _call(self, *what: int | float | Tensor | None) -> None:
+        """One call. The caller holds the tensors: an address alone would not keep one."""
+        if (record := getattr(self.here, "record", None)) is not None:
+            record(what)
+        self.run(CALL(*map(as_integer, what)), 1)
 
     def __reduce__(self) -> tuple:
         return load_kernels, ()  # a copy of a model, also in another process, calls the same library
@@ -124,19 +159,26 @@ class Kernels:
             return torch.ops.lit_gen.linear(x, weight, bias, N, factor, scales)
         x, K = x.contiguous(), x.size(-1)
         out = x.new_empty(*x.shape[:-1], N)
-        # The names of the tensors stay bound: the caller may hold no other reference.
-        more = [None if t is None else t.data_ptr() for t in (scales, factor, bias)]
-        what = (DTYPES[x.dtype], x.data_ptr(), x.numel() // K, FORMATS[weight.dtype], weight.data_ptr())
-        self._linear(*what, *more, N, K, out.data_ptr())
+        what = (DTYPES[x.dtype], x, x.numel() // K, FORMATS[weight.dtype], weight, scales, factor, bias)
+        self._call(LINEAR, *what, N, K, out)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
         """x (..., C), divided by its root mean square over C and times (weight + offset)."""
         if torch.compiler.is_compiling():
             return torch.ops.lit_gen.rms_norm(x, weight, offset, eps)
-        x, C = x.contiguous(), x.size(-1)
-        out, w = torch.empty_like(x), None if weight is None else weight.data_ptr()
-        self._rms_norm(DTYPES[x.dtype], x.data_ptr(), x.numel() // C, C, w, offset, eps, out.data_ptr())
+        x, heads, stride = _rows(x)
+        out, C = torch.empty_like(x, memory_format=torch.contiguous_format), x.size(-1)
+        self._call(RMS_NORM, DTYPES[x.dtype], x, x.numel() // C, C, heads, stride, weight, offset, eps, out)
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """x (..., C) less its mean and divided by its standard deviation over C, times weight and plus bias."""
+        if torch.compiler.is_compiling():
+            return torch.ops.lit_gen.layer_norm(x, weight, bias, eps)
+        x, heads, stride = _rows(x)
+        out, C = torch.empty_like(x, memory_format=torch.contiguous_format), x.size(-1)
+        self._call(LAYER_NORM, DTYPES[x.dtype], x, x.numel() // C, C, heads, stride, weight, bias, eps, out)
         return out
 
     def activate(self, x: Tensor, act: str, gated: bool) -> Tensor:
@@ -147,7 +189,17 @@ class Kernels:
         size = x.size(-1) // 2 if gated else x.size(-1)
         out = x.new_empty(*x.shape[:-1], size)
         rows = x.numel() // x.size(-1)
-        self._activate(DTYPES[x.dtype], ACTS[act], x.data_ptr(), rows, size, gated, out.data_ptr())
+        self._call(ACTIVATE, DTYPES[x.dtype], ACTS[act], x, rows, size, int(gated), out)
+        return out
+
+    def add(self, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """x + y * scale, (..., C) each."""
+        if torch.compiler.is_compiling() or x.dtype is not y.dtype:  # they differ under autocast
+            return x + y if scale == 1.0 else x + y * scale
+        assert x.shape == y.shape, f"{x.shape} and {y.shape}"
+        x, y = x.contiguous(), y.contiguous()
+        out = torch.empty_like(x)
+        self._call(ADD, DTYPES[x.dtype], x, y, x.numel() // x.size(-1), x.size(-1), scale, out)
         return out
 
     def attend(
@@ -185,8 +237,8 @@ class Kernels:
         for x in (k, v, cos, sin, k_cache, v_cache):  # what C++ takes for another dtype would run out of it
             assert x.dtype is dtype, f"one dtype is wanted, not {dtype} and {x.dtype}"
         n_elem, strides = cos.size(-1) if rope else 0, (q.stride(0), k.stride(0), v.stride(0))
-        sizes = SIZES(N, nh, ng, hs, k_cache.size(2), n_elem, *strides, KINDS[kind], window or 1)
+        sizes = (N, nh, ng, hs, k_cache.size(2), n_elem, *strides, KINDS[kind], window or 1)
         out = q.new_empty(N, nh * hs)
         tensors = (row, position, q, k, v, cos, sin, k_cache, v_cache, out)
-        self._attend(DTYPES[dtype], sizes, scale, softcap or 0.0, *[x.data_ptr() for x in tensors])
+        self._call(ATTEND, DTYPES[dtype], *sizes, float(scale), float(softcap or 0.0), *tensors)
         return out

@@ -50,6 +50,9 @@ class Float32Linear(nn.Module):
         return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
 
 
+PRODUCT = "mkldnn::_linear_pointwise"
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., K) @ w.T + bias, with w (N, K) in oneDNN's layout: (..., N)."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -52,15 +52,15 @@ class CausalSelfAttention(nn.Module):
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
         qk, v = qkv.view(B, T, nh + 2 * ng, hs).split((nh + ng, ng), dim=2)  # (B, T, nh + ng, hs), (B, T, ng, hs)
+        q, k = qk.split((nh, ng), dim=2)
         if self.norm_q is not None:
-            q, k = qk.split((nh, ng), dim=2)
             if self.norm_full:  # over all heads at once
                 q, k = q.flatten(2), k.flatten(2)
             q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
-            qk = torch.cat((q, k), dim=2)
-        qk = qk.to(v.dtype)  # under autocast a LayerNorm gives float32
         if step is not None and step.row is not None:
-            return self.proj(self._attend_tokens(qk, v, ropes, step).view(B, T, nh * hs))
+            return self.proj(self._attend_tokens(q, k, v, ropes, step).view(B, T, nh * hs))
+        if self.norm_q is not None:
+            qk = torch.cat((q, k), dim=2).to(v.dtype)  # under autocast a LayerNorm gives float32
         if self.rope >= 0:
             cos, sin = ropes[self.rope]  # (B or 1, T, 1, n_elem)
             qk = apply_rope(qk, cos, sin)
@@ -75,12 +75,12 @@ class CausalSelfAttention(nn.Module):
         y = attend(q.transpose(1, 2), k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
         return self.proj(y.transpose(1, 2).reshape(B, T, nh * hs))
 
-    def _attend_tokens(self, qk: Tensor, v: Tensor, ropes: list[tuple[Tensor, Tensor]], step: Step) -> Tensor:
+    def _attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, ropes: list[tuple[Tensor, Tensor]], step: Step) -> Tensor:
         """The same by the C++ kernels, each token by itself: (B * T, nh * hs)."""
-        qk, v, nh = qk.flatten(0, 1), v.flatten(0, 1), self.n_head  # (B * T, nh + ng, hs), (B * T, ng, hs)
         rope, cache = ropes[self.rope] if self.rope >= 0 else None, (self.kv_cache.k, self.kv_cache.v)
         where = {"kind": self.kind, "window": self.window, "scale": self.scale, "softcap": self.softcap}
-        return self.kernels.attend(qk[:, :nh], qk[:, nh:], v, rope, cache, step.row, step.position, **where)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * T, nh or ng, hs)
+        return self.kernels.attend(q, k, v, rope, cache, step.row, step.position, **where)
 
 
 class Block(nn.Module):
@@ -248,8 +248,7 @@ class GPT(nn.Module):
         x = self.wte(idx)  # (B, T, C)
         if self.config.embedding_scale != 1.0:  # rounded to the model's dtype first, as Gemma was trained
             x = x * x.new_tensor(self.config.embedding_scale)
-        for block in self.h:
-            x = block(x, ropes, masks, step)
+        x = self.run_blocks(x, ropes, masks, step)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # (B, C): one column per row reaches the head
         logits = self.lm_head(self.ln_f(x))
@@ -258,6 +257,12 @@ class GPT(nn.Module):
         if self.config.final_softcap is not None:
             logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
         return logits
+
+    def run_blocks(self, x: Tensor, *where: object) -> Tensor:
+        """x (B, T, C) through all blocks; `pack_model` puts a `tape.Tape` here, which does the same."""
+        for block in self.h:
+            x = block(x, *where)
+        return x
 
     def _step(self, idx: Tensor, input_pos: Tensor | None, rows: slice | None, span: int | None) -> Step | None:
         if input_pos is None and rows is None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_gen.kernels import Kernels, load_kernels
-from lit_gen.layers import Activation, Norm
+from lit_gen.layers import Activation, Norm, Residual
 from lit_gen.linear import Float32Linear, HugePages, PackedLinear, aligned, lay_out_linears, multiplies
 from lit_gen.model import GPT
 from lit_gen.quantize import GROUP, Format, QuantizedLinear, model_format, quantize_model, split_experts, unpack_int4
+from lit_gen.tape import Tape
 
 PANEL = 64  # output columns are padded to whole numbers of two panels of 32, see csrc/linear.cpp
 
@@ -39,11 +40,14 @@ def pack_model(model: GPT, quantize: Format | None = None) -> GPT:
         return model
     for block in model.h:
         block.attn.kernels = kernels
+    model.run_blocks = Tape(model, kernels)
     for parent, name, child in _children(model):
-        if isinstance(child, Norm) and not child.layer and (child.weight is None or child.weight.dim() == 1):
+        if isinstance(child, Norm) and (child.weight is None or child.weight.dim() == 1):
             setattr(parent, name, KernelNorm(child, kernels))
         elif isinstance(child, Activation):
             setattr(parent, name, KernelActivation(child, kernels))
+        elif isinstance(child, Residual):
+            setattr(parent, name, KernelResidual(child, kernels))
     split_experts(model)
     if dtype != torch.float32 and multiplies(dtype):
         _pack_linears(model, kernels, QuantizedLinear)
@@ -159,15 +163,29 @@ class TiedEmbedding(nn.Module):
 
 
 class KernelNorm(nn.Module):
-    """RMSNorm by the C++ kernels."""
+    """RMSNorm or LayerNorm by the C++ kernels."""
 
     def __init__(self, norm: Norm, kernels: Kernels) -> None:
         super().__init__()
-        self.weight, self._offset, self._eps, self._kernels = norm.weight, float(norm.offset), norm.eps, kernels
+        self.weight, self.bias, self._layer, self._kernels = norm.weight, norm.bias, norm.layer, kernels
+        self._offset, self._eps = float(norm.offset), float(norm.eps)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., size)
-        weight = self.weight if self.weight is None else self.weight.to(x.dtype)  # they differ under autocast
+        weight, bias = (t if t is None else t.to(x.dtype) for t in (self.weight, self.bias))  # they differ in autocast
+        if self._layer:
+            return self._kernels.layer_norm(x, weight, bias, self._eps)
         return self._kernels.rms_norm(x, weight, self._offset, self._eps)
+
+
+class KernelResidual(nn.Module):
+    """The residual sum by the C++ kernels."""
+
+    def __init__(self, residual: Residual, kernels: Kernels) -> None:
+        super().__init__()
+        self._scale, self._kernels = float(residual.scale), kernels
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # (..., C) each
+        return self._kernels.add(x, y, self._scale)
 
 
 class KernelActivation(nn.Module):

@@ -310,6 +310,54 @@ def test_rms_norm_is_exact_and_the_same_bits_beside_any_rows(
     assert again[3].isnan().all() and torch.equal(again[4:], y[4:]) and torch.equal(again[:3], y[:3])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 16, 33, 576])
+@pytest.mark.parametrize(("weighted", "biased"), [(True, True), (True, False), (False, False)])
+def test_layer_norm_is_exact_and_the_same_bits_beside_any_rows(
+    kernels: Kernels, threads: Callable, size: int, weighted: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(size)
+    x = (torch.randn(70, size) * torch.logspace(-1, 2, 70)[:, None] + torch.randn(70, 1)).to(dtype)
+    weight, bias = torch.randn(size).to(dtype) if weighted else None, torch.randn(size).to(dtype) if biased else None
+    y = kernels.layer_norm(x, weight, bias, 1e-5)
+    exact = F.layer_norm(x.double(), (size,), *(t if t is None else t.double() for t in (weight, bias)), 1e-5)
+    assert y.dtype == dtype
+    scale = x.double().abs().amax(-1, keepdim=True) / (x.double().var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    weights = 1.0 if weight is None else weight.double().abs()
+    assert_close(y, exact, (size / 16 + 16) * UNIT * ((scale + 1) * weights + exact.abs() + 1))
+    for n_threads in (1, 3):
+        threads(n_threads)
+        for rows in (slice(0, 1), slice(3, 9), slice(69, 70), slice(0, 70, 2)):
+            assert torch.equal(kernels.layer_norm(x[rows], weight, bias, 1e-5), y[rows])
+    x[3] = math.nan
+    again = kernels.layer_norm(x, weight, bias, 1e-5)
+    assert again[3].isnan().all() and torch.equal(again[4:], y[4:]) and torch.equal(again[:3], y[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_read_the_heads_of_a_token_where_they_lie(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 5, 7, 24).to(dtype)
+    weight, bias = torch.randn(24).to(dtype), torch.randn(24).to(dtype)
+    for part in (qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 2:3], qkv[0, :, 3:], qkv[:, :, ::2], qkv.transpose(1, 2)):
+        whole = part.contiguous()
+        y, z = kernels.rms_norm(part, weight, 1.0, 1e-6), kernels.layer_norm(part, weight, bias, 1e-6)
+        assert torch.equal(y, kernels.rms_norm(whole, weight, 1.0, 1e-6)) and y.is_contiguous()
+        assert torch.equal(z, kernels.layer_norm(whole, weight, bias, 1e-6)) and z.is_contiguous()
+    flat = qkv[:, :, 1:4].flatten(2)  # (1, 5, 72), rows apart
+    assert torch.equal(kernels.rms_norm(flat, None, 0.0, 1e-6), kernels.rms_norm(flat.contiguous(), None, 0.0, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.22, 1.5])
+def test_residual_sums_have_the_bits_of_pytorch(kernels: Kernels, scale: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in ((1, 1, 5), (3, 70), (40, 577)):
+        x, y = torch.randn(shape).to(dtype), (torch.randn(shape) * 3).to(dtype)
+        expected = x + y if scale == 1.0 else x + y * scale
+        assert torch.equal(kernels.add(x, y, scale), expected)
+
+
 EXACT = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x * torch.special.ndtr(x),
@@ -376,11 +424,9 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("there is no C++ compiler, or LIT_GEN_KERNELS=0")
     source = tmp_path / "csrc"
     source.mkdir()
-    names = {"linear.cpp": "lit_linear", "attention.cpp": "lit_attend", "rowwise.cpp": "lit_rms_norm"}
-    for file, name in names.items():
-        (source / file).write_text(f'extern "C" int {name}() {{ return 7; }}\n')
-    with (source / "rowwise.cpp").open("a") as file:
-        file.write('extern "C" int lit_activate() { return 7; }\n')
+    for name in module.SOURCES:
+        (source / name).write_text("")
+    (source / "calls.cpp").write_text('extern "C" int lit_run() { return 7; }\n')
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho run >> {tmp_path}/runs\nexec {os.environ.get("CXX", "c++")} "$@"\n')
     compiler.chmod(0o755)

@@ -218,9 +218,9 @@ void attend(const Shape& s, const Tensors<T>& x) {
 
 // q (N, nh, hs), k and v (N, ng, hs) with strides between tokens; cos and sin (N, n_elem); caches (rows, ng, S, hs);
 // out (N, nh, hs). All of one dtype: 0 float32, 1 bfloat16, 2 float16. Returns 1 if there is no memory, else 0.
-extern "C" int lit_attend(int dtype, const int64_t* sizes, float scale, float softcap, const int64_t* row,
-                          const int64_t* position, const void* q, const void* k, const void* v, const void* cos,
-                          const void* sin, void* k_cache, void* v_cache, void* out) {
+int lit_attend(int dtype, const int64_t* sizes, float scale, float softcap, const int64_t* row,
+               const int64_t* position, const void* q, const void* k, const void* v, const void* cos, const void* sin,
+               void* k_cache, void* v_cache, void* out) {
     const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], row, position,
                   sizes[9], sizes[10], scale, softcap};
 #define CALL(T) \

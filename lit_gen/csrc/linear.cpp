@@ -182,8 +182,8 @@ void choose(const T* x, int64_t M, int format, const Weight& g, T* out) {
 
 // dtype of x (M, K) and out (M, N): 0 float32, 1 bfloat16, 2 float16. format of w: 0 float32, 1 bfloat16, 2 int8,
 // 3 int4. Returns 1 if there is no memory, else 0.
-extern "C" int lit_linear(int dtype, const void* x, int64_t M, int format, const char* w, const char* scales,
-                          const float* factor, const float* bias, int64_t N, int64_t K, void* out) {
+int lit_linear(int dtype, const void* x, int64_t M, int format, const char* w, const char* scales,
+               const float* factor, const float* bias, int64_t N, int64_t K, void* out) {
     const Weight g{w, scales, factor, bias, N, K};
     try {
         if (dtype == 0) choose((const float*)x, M, format, g, (float*)out);

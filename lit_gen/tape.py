@@ -1,0 +1,184 @@
+"""The blocks of a model as one list of kernel calls, recorded once and then run for any tokens without Python.
+
+A decode step of SmolLM2-135M is 300 kernel calls. From Python each costs some 10 microseconds beyond its work, and the
+other threads fall asleep in between: a third of a step. But for the addresses of what comes in, the number of tokens
+and the memory for results, the calls are the same each time. So they are noted while the blocks run as usual, and then
+played back. A model whose blocks do anything else than call kernels, or oneDNN's products, always runs as usual.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_gen.cache import Step
+from lit_gen.kernels import CALL, N_ROWS, Kernels, as_integer
+from lit_gen.linear import PRODUCT, product
+from lit_gen.model import GPT
+
+WIDTH = CALL._length_
+KEPT = 16 * 2**20  # bytes of memory for results that stay for the next call
+EMPTY = {torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
+
+
+class Tape:
+    """Runs the blocks of a packed model, by playback where that is possible.
+
+    What was recorded holds until the caches are set up or resized, which happens at the start of each generation, so
+    that layers may be swapped between generations. While a module has a forward hook nothing is played back.
+    """
+
+    def __init__(self, model: GPT, kernels: Kernels) -> None:
+        self.model, self.kernels = model, kernels
+        self.key: tuple | None = None
+        self.recording: Recording | None = None
+
+    def __reduce__(self) -> tuple:
+        return Tape, (self.model, self.kernels)  # addresses are of no use to a copy
+
+    def __call__(self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict, step: Step | None) -> Tensor:
+        """x (B, T, C) through the blocks: (B, T, C), which the next call overwrites."""
+        if torch.compiler.is_compiling() or step is None or step.row is None:
+            return self._run(x, ropes, masks, step)
+        caches = [block.attn.kv_cache for block in self.model.h]
+        addresses = [x.data_ptr() for cache in caches for x in (cache.k, cache.v)]
+        key = (self.model.cache_epoch, caches[0].k.shape, x.dtype, torch.is_autocast_enabled("cpu"), *addresses)
+        given = [x, step.row, step.position, *(table for pair in ropes for table in pair)]
+        if key == self.key:
+            playable = self.recording is not None and not any(self.recording.hooks)
+            return self.recording.play(given) if playable else self._run(x, ropes, masks, step)
+        calls: list[tuple] = []
+        watch, self.key, self.recording = Watch(calls), None, None
+        self.kernels.here.record = calls.append
+        try:
+            with watch:
+                y = self._run(x, ropes, masks, step)
+        finally:
+            self.kernels.here.record = None
+        self.key, self.recording = key, None if watch.other else Recording(self, calls, given, y)
+        return y
+
+    def _run(self, x: Tensor, *where: Any) -> Tensor:
+        for block in self.model.h:
+            x = block(x, *where)
+        return x
+
+
+class Watch(TorchDispatchMode):
+    """Notes oneDNN's products as calls, and whether PyTorch computes anything else."""
+
+    def __init__(self, calls: list[tuple]) -> None:
+        super().__init__()
+        self.calls, self.other = calls, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == PRODUCT:
+            self.calls.append((PRODUCT, args[0], list(args[1:3]), out))
+        elif func not in EMPTY:  # a view lies where one of the arguments does
+            known = {start_of(x) for x in tensors(args) if x.layout is torch.strided}
+            made = tensors(tuple(out) if isinstance(out, tuple | list) else (out,))
+            self.other |= func._schema.is_mutable or any(start_of(x) not in known for x in made)
+        return out
+
+
+def tensors(args: tuple) -> Iterator[Tensor]:
+    return (x for x in args if isinstance(x, Tensor))
+
+
+def start_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class Product:
+    """A product of oneDNN: the places of x and of its result, and how many elements of each a token has."""
+
+    x: int
+    size: int
+    out: int
+    out_size: int
+    weights: list  # the weight and the bias
+    before: int  # kernel calls
+
+
+class Recording:
+    """Calls with everything that changes from one use to the next written down: where a number or an address stands.
+
+    Each address that changes is an offset from a place: an input, or a slot, which is memory for one result. A slot is
+    taken again as soon as nothing reads it any more.
+    """
+
+    def __init__(self, tape: Tape, calls: list[tuple], given: list[Tensor], y: Tensor) -> None:
+        modules = list(tape.model.h.modules())
+        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.kernels, self.arena, self.dtype = tape.kernels, torch.empty(0, dtype=torch.uint8), y.dtype
+        n = given[1].numel()
+        places = {start_of(tensor): number for number, tensor in enumerate(given)}
+        assert len(places) == len(given), "inputs share memory"
+        last = {start_of(t): i for i, call in enumerate(calls) for t in tensors(call)} | {start_of(y): len(calls)}
+        sizes, free, patches, table, rows = [], [], [], [], []
+        self.products: list[Product] = []
+        for i, call in enumerate(calls):
+            size = call[-1].nbytes // n
+            slot = next((slot for slot in free if sizes[slot] == size), len(sizes))
+            if slot == len(sizes):
+                sizes.append(size)
+            else:
+                free.remove(slot)
+            places[start_of(call[-1])] = len(given) + slot
+            if call[0] is PRODUCT:
+                assert call[1].is_contiguous(), "a product reads another call's whole result"
+                x, out = (places[start_of(call[i])] for i in (1, -1))
+                elements = call[1].numel() // n, out, call[-1].numel() // n
+                self.products.append(Product(x, *elements, call[2], len(table)))
+            else:
+                for column, tensor in enumerate(call):
+                    place = places.get(start_of(tensor)) if isinstance(tensor, Tensor) else None
+                    if place is not None:  # else a weight or a cache, which stays where it is
+                        base = given[place].data_ptr() if place < len(given) else start_of(tensor)
+                        patches.append((len(table) * WIDTH + column, place, tensor.data_ptr() - base))
+                rows.append((len(table) * WIDTH + N_ROWS[call[0]], call[N_ROWS[call[0]]] // n))
+                table.append([*map(as_integer, call)] + [0] * (WIDTH - len(call)))
+            for start in {start_of(t) for t in tensors(call)}:
+                if last[start] == i and places.get(start, 0) >= len(given):
+                    free.append(places[start] - len(given))
+        self.out, self.shape = places[start_of(y)], y.shape[2:]
+        self.slots = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])  # bytes of a token before each slot
+        self.table = np.array(table, dtype=np.int64)
+        self.where, self.place, self.offset = np.array(patches, dtype=np.int64).T
+        self.rows_at, self.rows_per_token = np.array(rows, dtype=np.int64).T
+
+    def play(self, given: list[Tensor]) -> Tensor:
+        """The result for these inputs, of which the first is x (B, T, C): (B, T, C)."""
+        n, x = given[1].numel(), given[0]
+        if (needed := int(self.slots[-1]) * n) > self.arena.numel():
+            arena = torch.empty(needed, dtype=torch.uint8)
+            self.arena = arena if needed <= KEPT else self.arena
+        else:
+            arena = self.arena
+
+        def at(place: int, size: int) -> Tensor:  # (n, size)
+            if place < len(given):
+                return given[place].view(n, size)
+            start = int(self.slots[place - len(given)]) * n
+            return arena[start : start + n * size * self.dtype.itemsize].view(self.dtype).view(n, size)
+
+        flat, start = self.table.reshape(-1), 0
+        bases = [*(t.data_ptr() for t in given), *(self.slots[:-1] * n + arena.data_ptr()).tolist()]
+        flat[self.where] = np.array(bases, dtype=np.int64)[self.place] + self.offset
+        flat[self.rows_at] = self.rows_per_token * n
+        for p in self.products:
+            self._calls(start, p.before)
+            at(p.out, p.out_size).copy_(product(at(p.x, p.size), *p.weights))
+            start = p.before
+        self._calls(start, len(self.table))
+        return at(self.out, self.shape.numel()).view(*x.shape[:2], *self.shape)
+
+    def _calls(self, start: int, stop: int) -> None:
+        if stop > start:
+            self.kernels.run(self.table[start:].ctypes.data, stop - start)

@@ -1,0 +1,123 @@
+"""Blocks played back from a list of kernel calls: bit for bit what they give when they run, for any tokens."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import llama_config, randomized
+from families import FAMILIES
+from torch import Tensor, nn
+
+from generate.base import generate
+from lit_gen import GPT, linear, pack
+from lit_gen.kernels import load_kernels
+from lit_gen.pack import pack_model
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler, or LIT_GEN_KERNELS=0")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PROMPTS = [[1, 2, 3], [50], [7, 8, 9, 10, 11, 12, 13]]
+# Their blocks compute something that no kernel does: experts, clipped projections, weights for each head's norm.
+NOT_PLAYED = {"mixtral", "qwen3_moe", "qwen3_moe-plain-weights", "stablelm-parallel", "olmo"}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def calls(model: GPT) -> Iterator[Tensor]:
+    """Logits of a prompt, two prompts packed, and steps of one to five rows: fresh and later, in all orders."""
+    generator = torch.Generator().manual_seed(0)
+    model.set_kv_cache(6, 64)
+    model.set_row_length([40] * 6)
+    for cache_rows in ([0] * 9, [1] * 2 + [3] * 17, [0], [3, 1, 0], [1], [0, 3, 1, 1, 1]):
+        rows = torch.tensor(cache_rows)
+        filled = [0] * 6 if len(set(cache_rows)) < 3 and len(rows) > 1 else [20] * 6
+        position = []
+        for row in cache_rows:
+            position.append(filled[row])
+            filled[row] += 1
+        idx = torch.randint(100, (1, len(rows)), generator=generator)
+        yield model(idx, torch.tensor([position]), torch.arange(len(rows)), rows=rows)
+
+
+def assert_played_as_run(model: GPT) -> bool:
+    """Runs each call twice, played back and not; whether the model can be played back."""
+    tape, played = model.run_blocks, [logits.clone() for logits in calls(model)]
+    recording = tape.recording
+    model.run_blocks = tape._run
+    for expected, logits in zip(calls(model), played, strict=True):
+        assert torch.equal(logits, expected)
+    return recording is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_played_back_blocks_give_the_bits_of_blocks_that_run(family: Callable, name: str, dtype: torch.dtype) -> None:
+    model = pack_model(copy.deepcopy(family(name).model).to(dtype))
+    assert assert_played_as_run(model) == (name not in NOT_PLAYED)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_blocks_are_played_back(quantize: str) -> None:
+    assert assert_played_as_run(pack_model(randomized(llama_config()), quantize))
+
+
+@pytest.mark.parametrize("changes", [{}, {"pre_norm": False, "post_norm": True}])
+def test_products_of_onednn_are_made_between_the_calls(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linear, pack):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: True)  # as on a CPU with AMX
+    model = pack_model(randomized(llama_config(**changes)).bfloat16())
+    assert isinstance(model.h[0].mlp.fc, linear.PackedLinear)
+    assert assert_played_as_run(model)
+
+
+def tokens(model: GPT, prompts: list[list[int]]) -> list[list[int]]:
+    return [row.tokens for row in sorted(generate(model, prompts, max_new_tokens=6), key=lambda row: row.index)]
+
+
+def test_a_hook_is_called_in_every_step() -> None:
+    model, seen = pack_model(randomized(llama_config())), []
+    next(generate(model, [[1, 2, 3]], max_new_tokens=2))
+    handle = model.h[1].mlp.fc.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    [row] = generate(model, [[1, 2, 3]], max_new_tokens=5)
+    assert len(seen) == 5
+    handle.remove()
+    assert tokens(model, [[1, 2, 3]])[0][:5] == row.tokens and len(seen) == 5
+
+
+def test_a_layer_that_was_swapped_is_used_by_the_next_generation() -> None:
+    model, prompts = pack_model(randomized(llama_config())), PROMPTS
+    before = tokens(model, prompts)
+    other = pack_model(randomized(llama_config(), seed=1))
+    model.h[1].mlp.fc = other.h[1].mlp.fc
+    changed = tokens(model, prompts)
+    assert changed != before
+    plain = randomized(llama_config())
+    plain.h[1].mlp.fc.weight.copy_(randomized(llama_config(), seed=1).h[1].mlp.fc.weight)
+    assert changed == tokens(plain, prompts)
+
+
+def test_a_block_that_computes_with_pytorch_is_never_played_back() -> None:
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).mul_(2)  # in place: what comes out lies where a kernel's result did
+
+    model = pack_model(randomized(llama_config()))
+    model.h[0].mlp = Doubled(model.h[0].mlp)
+    assert not assert_played_as_run(model)
+
+
+def test_a_copy_has_weights_of_its_own() -> None:
+    model, prompts = pack_model(randomized(llama_config())), PROMPTS
+    expected = tokens(model, prompts)
+    twin = copy.deepcopy(model)
+    for block in model.h:
+        block.mlp.proj.weight.zero_()
+    assert tokens(twin, prompts) == expected != tokens(model, prompts)
