@@ -3,28 +3,24 @@
 // Each token is on its own: its result depends on its position and its own cache row, not on how many tokens come in
 // one call. Columns are taken in chunks of CHUNK, counted from column 0, so that threads can share a long row; the
 // chunks of a token are put together in order.
+//
+// Neighbours in a prompt see mostly the same columns. They share these as floats, with keys transposed, and every number
+// is still formed by the same operations in the same order as for a token by itself.
 
-#include <memory>
 #include <vector>
-#include "vec.h"
+#ifdef _OPENMP
+#include <omp.h>
+#else
+inline int omp_get_thread_num() { return 0; }
+inline int omp_get_max_threads() { return 1; }
+#endif
+#include "chunk.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 512;
-constexpr int AHEAD = 16;  // columns: keys are fetched so long before they are needed, and values meanwhile
 constexpr int64_t ROOM = 1 << 22;  // floats for the chunks' results
 constexpr int HEADS = 4;  // query heads that share the keys of one pass
-
-struct Shape {
-    int64_t N, nh, ng, hs, S, n_elem;            // tokens; heads; head size; cache columns; rotated elements
-    int64_t q_stride, k_stride, v_stride;        // elements from one token to the next
-    const int64_t *row, *position;               // (N,) each
-    int64_t kind, window;                        // 0 full, 1 sliding, 2 chunked
-    float scale, softcap;                        // softcap 0: none
-    int64_t first(int64_t p) const {             // first column that position p sees
-        return kind == 0 ? 0 : kind == 1 ? std::max<int64_t>(0, p - window + 1) : p / window * window;
-    }
-};
+constexpr int64_t TOKENS = 16, FEW = 4;  // so many tokens of a prompt share columns; fewer than FEW do not
 
 template <class T>
 void rotate(const T* x, const T* cos, const T* sin, int64_t n, int64_t hs, float* out) {
@@ -32,90 +28,6 @@ void rotate(const T* x, const T* cos, const T* sin, int64_t n, int64_t hs, float
     for (int64_t i = 0; i < n; i++)
         out[i] = to_float(x[i]) * to_float(cos[i]) + to_float(x[i < n / 2 ? i + n / 2 : i - n / 2]) * to_float(sin[i]);
     for (int64_t i = n; i < hs; i++) out[i] = to_float(x[i]);
-}
-
-// Elements 16 * d, ... of a head; E > 0: the head is 16 * E long, so that no end has to be looked for.
-template <int E, class T>
-inline V part(const T* p, int64_t d, int64_t hs) {
-    return E ? load(p + LANES * d) : load(p + LANES * d, hs - LANES * d);
-}
-
-// Scores of G heads for columns t0, ..., t1 - 1 of k (S, hs), in out[g][t - t0], up to the next multiple of 16 -inf.
-// most[g] is the largest.
-template <class T, int G, int E>
-void score(const Shape& s, const float* q, const T* k, const T* v, int64_t t0, int64_t t1, float* out, float* most) {
-    const int64_t D = E ? E : (s.hs + LANES - 1) / LANES;
-    V part_sums[G][LANES], largest[G];
-    for (int g = 0; g < G; g++) largest[g] = splat(-INFINITY);
-    for (int64_t t = t0; t < t1; t += LANES) {
-        for (int i = 0; i < LANES; i++) {
-            V acc[G] = {};
-            for (int64_t b = 0; b < s.hs * int64_t(sizeof(T)); b += 64) {
-                __builtin_prefetch((const char*)(k + (t + i + AHEAD) * s.hs) + b);
-                __builtin_prefetch((const char*)(v + (t + i) * s.hs) + b);
-            }
-            const T* key = k + std::min(t + i, t1 - 1) * s.hs;  // behind the end: the last one again
-            for (int64_t d = 0; d < D; d++) {
-                const V element = part<E>(key, d, s.hs);
-                for (int g = 0; g < G; g++) acc[g] += load(q + LANES * (g * D + d)) * element;
-            }
-            for (int g = 0; g < G; g++) part_sums[g][i] = acc[g];
-        }
-        for (int g = 0; g < G; g++) {
-            V x = sums(part_sums[g]) * s.scale;
-            if (s.softcap)
-                for (int i = 0; i < LANES; i++) x[i] = std::tanh(x[i] / s.softcap) * s.softcap;
-            for (int64_t i = t1 - t; i < LANES; i++) x[i] = -INFINITY;
-            largest[g] = x > largest[g] ? x : largest[g];
-            *(V*)(out + g * CHUNK + t - t0) = x;
-        }
-    }
-    for (int g = 0; g < G; g++) {
-        most[g] = -INFINITY;
-        for (int i = 0; i < LANES; i++) most[g] = std::max(most[g], largest[g][i]);
-    }
-}
-
-// out[g] = sum over columns of weight[g][t - t0] * v[t], elements 16 * d, ..., 16 * (d + W) - 1.
-template <class T, int G, int E, int W>
-void gather(const float* weight, const T* v, int64_t hs, int64_t t0, int64_t t1, int64_t d, float* out, int64_t stride) {
-    V acc[G][W] = {};
-    for (int64_t t = t0; t < t1; t++) {
-        V value[W];
-        for (int w = 0; w < W; w++) value[w] = part<E>(v + t * hs, d + w, hs);
-        for (int g = 0; g < G; g++)
-            for (int w = 0; w < W; w++) acc[g][w] += weight[g * CHUNK + t - t0] * value[w];
-    }
-    for (int g = 0; g < G; g++)
-        for (int w = 0; w < W; w++) *(V*)(out + g * stride + LANES * (d + w)) = acc[g][w];
-}
-
-// One chunk of one token for G heads: out[g] is the largest score, the sum of weights and their values, 2 + 16 * D.
-template <class T, int G, int E>
-void chunk(const Shape& s, const float* q, const T* k, const T* v, int64_t t0, int64_t t1, float* out) {
-    const int64_t D = E ? E : (s.hs + LANES - 1) / LANES, stride = 2 + LANES * D;
-    float weight[G * CHUNK], most[G];
-    score<T, G, E>(s, q, k, v, t0, t1, weight, most);
-    for (int g = 0; g < G; g++) {
-        V total = {};
-        for (int64_t t = 0; t < t1 - t0; t += LANES) {
-            V& w = *(V*)(weight + g * CHUNK + t);
-            const V e = exp(w - most[g]);
-            w = w == -INFINITY ? V{} : e;
-            total += w;
-        }
-        out[g * stride] = most[g], out[g * stride + 1] = sum(total);
-    }
-    int64_t d = 0;
-    for (; d + 4 <= D; d += 4) gather<T, G, E, 4>(weight, v, s.hs, t0, t1, d, out + 2, stride);
-    for (; d < D; d++) gather<T, G, E, 1>(weight, v, s.hs, t0, t1, d, out + 2, stride);
-}
-
-template <class T, int G>
-void chunk_of(const Shape& s, const float* q, const T* k, const T* v, int64_t t0, int64_t t1, float* out) {
-    if (s.hs == 64) chunk<T, G, 4>(s, q, k, v, t0, t1, out);
-    else if (s.hs == 128) chunk<T, G, 8>(s, q, k, v, t0, t1, out);
-    else chunk<T, G, 0>(s, q, k, v, t0, t1, out);
 }
 
 // Puts the chunks of one head together: parts[i] is [2 + 16 * D], `stride` floats apart.
@@ -151,68 +63,129 @@ void put(const Shape& s, const Tensors<T>& x, int64_t n, float* key) {
     }
 }
 
+// Tokens n0, ..., n1 - 1, which all see their chunk number j from its first column on, or one token.
+struct Block {
+    int64_t n0, n1, j;
+};
+
+int64_t n_chunks(const Shape& s, int64_t n) {
+    const int64_t p = s.position[n];
+    return p < 0 ? 0 : p / CHUNK - s.first(p) / CHUNK + 1;
+}
+
+// The work on tokens from, ..., to - 1, so that neighbours share columns.
+std::vector<Block> blocks_of(const Shape& s, int64_t from, int64_t to) {
+    std::vector<Block> blocks;
+    for (int64_t n0 = from, n1; n0 < to; n0 = n1) {
+        const auto same = [&](int64_t n) {
+            const int64_t p = s.position[n];
+            return p >= 0 && s.row[n] == s.row[n0] && s.first(p) == s.first(s.position[n0]);
+        };
+        for (n1 = n0 + 1; n1 < to && n1 < n0 + TOKENS && s.position[n0] >= 0 && same(n1);) n1++;
+        if (n1 - n0 < FEW) n1 = n0 + 1;
+        int64_t most = 0;
+        for (int64_t n = n0; n < n1; n++) most = std::max(most, n_chunks(s, n));
+        for (int64_t j = 0; j < most; j++) blocks.push_back({n0, n1, j});
+    }
+    // Those that share a chunk follow each other.
+    std::stable_sort(blocks.begin(), blocks.end(), [&](const Block& a, const Block& b) {
+        return s.row[a.n0] != s.row[b.n0] ? s.row[a.n0] < s.row[b.n0] : a.j < b.j;
+    });
+    return blocks;
+}
+
 template <class T>
-void attend(const Shape& s, const Tensors<T>& x) {
-    const int64_t G = s.nh / s.ng, D = (s.hs + LANES - 1) / LANES, blocks = (G + HEADS - 1) / HEADS;
-    const int64_t part = 2 + LANES * D;
-    std::vector<int64_t> start(s.N + 1, 0), token;  // of each token its first chunk among all, and the reverse
-    for (int64_t n = 0; n < s.N; n++) {
-        const int64_t p = s.position[n];
-        start[n + 1] = start[n] + (p < 0 ? 0 : p / CHUNK - s.first(p) / CHUNK + 1);
-        token.resize(start[n + 1], n);
+struct Attention {
+    const Shape& s;
+    const Tensors<T>& x;
+    const int64_t G = s.nh / s.ng, D = (s.hs + LANES - 1) / LANES, part = 2 + LANES * D;
+    std::vector<int64_t> start;  // of each token its first chunk among all
+    std::unique_ptr<float[]> queries, parts;
+
+    float* query(int64_t n, int64_t head, int64_t from) { return &queries[((n - from) * s.nh + head) * LANES * D]; }
+    float* result(int64_t chunk, int64_t head, int64_t from) { return &parts[((chunk - start[from]) * s.nh + head) * part]; }
+
+    // One chunk of heads h, ..., of group g, for the tokens of a block; `from`: the first token of this round.
+    void run(const Block& block, int64_t g, int64_t h, int64_t from, Columns<T>* columns) {
+        const int64_t n0 = block.n0, first = s.first(s.position[n0]), base = (first / CHUNK + block.j) * CHUNK;
+        const int64_t t0 = std::max(base, first), heads = std::min<int64_t>(HEADS, G - h), head = g * G + h;
+        const int64_t offset = (s.row[n0] * s.ng + g) * s.S * s.hs;
+        const T *keys = x.k_cache + offset, *values = x.v_cache + offset;
+        const auto end = [&](int64_t n) { return std::min(base + CHUNK, s.position[n] + 1); };
+        if (block.n1 == n0 + 1) {
+            const float* q = query(n0, head, from);
+            float* out = result(start[n0] + block.j, head, from);
+            switch (heads) {
+                case 1: return chunk_of<T, 1>(s, q, keys, values, t0, end(n0), out);
+                case 2: return chunk_of<T, 2>(s, q, keys, values, t0, end(n0), out);
+                case 3: return chunk_of<T, 3>(s, q, keys, values, t0, end(n0), out);
+                case 4: return chunk_of<T, 4>(s, q, keys, values, t0, end(n0), out);
+            }
+        }
+        const float* q[TOKENS * HEADS];
+        float* out[TOKENS * HEADS];
+        int64_t t1[TOKENS * HEADS], rows = 0, last = 0;
+        for (int64_t n = n0; n < block.n1; n++)
+            for (int64_t i = 0; i < heads && block.j < n_chunks(s, n); i++, rows++) {
+                q[rows] = query(n, head + i, from), out[rows] = result(start[n] + block.j, head + i, from);
+                last = std::max(last, t1[rows] = end(n));
+            }
+        columns->fill(s, keys, values, t0, last);
+        for (int64_t r = 0; r < rows; r += 4) switch (std::min<int64_t>(rows - r, 4)) {
+                case 1: shared_of<T, 1>(s, q + r, *columns, t1 + r, out + r); break;
+                case 2: shared_of<T, 2>(s, q + r, *columns, t1 + r, out + r); break;
+                case 3: shared_of<T, 3>(s, q + r, *columns, t1 + r, out + r); break;
+                case 4: shared_of<T, 4>(s, q + r, *columns, t1 + r, out + r); break;
+            }
     }
-    // As many tokens at a time as have room for their chunks: those of a long prompt grow with its length squared.
-    std::vector<int64_t> ends{0};
-    int64_t most = 0, longest = 0;
-    while (ends.back() < s.N) {
-        const int64_t from = ends.back();
-        int64_t n = from + 1;
-        while (n < s.N && (start[n + 1] - start[from]) * s.nh * part <= ROOM) n++;
-        most = std::max(most, start[n] - start[from]), longest = std::max(longest, n - from);
-        ends.push_back(n);
-    }
-    std::unique_ptr<float[]> queries(new float[longest * s.nh * LANES * D]()), parts(new float[most * s.nh * part]);
+
+    void run() {
+        start.assign(s.N + 1, 0);
+        for (int64_t n = 0; n < s.N; n++) start[n + 1] = start[n] + n_chunks(s, n);
+        // As many tokens at a time as have room for their chunks: those of a long prompt grow with its length squared.
+        std::vector<int64_t> ends{0};
+        std::vector<std::vector<Block>> rounds;
+        int64_t most = 0, longest = 0;
+        bool shared = false;
+        while (ends.back() < s.N) {
+            const int64_t from = ends.back();
+            int64_t n = from + 1;
+            while (n < s.N && (start[n + 1] - start[from]) * s.nh * part <= ROOM) n++;
+            most = std::max(most, start[n] - start[from]), longest = std::max(longest, n - from);
+            ends.push_back(n), rounds.push_back(blocks_of(s, from, n));
+            for (const Block& block : rounds.back()) shared |= block.n1 > block.n0 + 1;
+        }
+        queries.reset(new float[longest * s.nh * LANES * D]()), parts.reset(new float[most * s.nh * part]);
+        const int64_t per_group = (G + HEADS - 1) / HEADS;
+        std::vector<Columns<T>> columns;  // one for each thread, if any tokens share columns
+        if (shared) for (int i = 0; i < omp_get_max_threads(); i++) columns.emplace_back(D);
 #pragma omp parallel
-    {
-        std::unique_ptr<float[]> key(new float[s.hs]);
+        {
+            std::unique_ptr<float[]> key(new float[s.hs]);
+            Columns<T>* own = shared ? &columns[omp_get_thread_num()] : nullptr;
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < s.N; n++) put(s, x, n, key.get());
-        for (size_t b = 0; b + 1 < ends.size(); b++) {
-            const int64_t from = ends[b], to = ends[b + 1], base_chunk = start[from], chunks = start[to] - base_chunk;
+            for (int64_t n = 0; n < s.N; n++) put(s, x, n, key.get());
+            for (size_t round = 0; round < rounds.size(); round++) {
+                const int64_t from = ends[round], to = ends[round + 1], blocks = rounds[round].size();
 #pragma omp for schedule(static)
-            for (int64_t i = from * s.nh; i < to * s.nh; i++) {
-                const int64_t n = i / s.nh, h = i % s.nh, r = n * s.n_elem;
-                float* query = &queries[(i - from * s.nh) * LANES * D];
-                rotate(x.q + n * s.q_stride + h * s.hs, x.cos + r, x.sin + r, s.n_elem, s.hs, query);
-            }
-            // Neighbours in this order mostly share keys and values: a group, then tokens, then chunks.
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < s.ng * blocks * chunks; i++) {
-                const int64_t c = i % chunks, h = i / chunks % blocks * HEADS, g = i / chunks / blocks;
-                const int64_t n = token[base_chunk + c], p = s.position[n], first = s.first(p), head = g * G + h;
-                const int64_t base = (first / CHUNK + base_chunk + c - start[n]) * CHUNK;
-                const int64_t t0 = std::max(base, first), t1 = std::min(base + CHUNK, p + 1);
-                const int64_t columns = (s.row[n] * s.ng + g) * s.S * s.hs;
-                const T *keys = x.k_cache + columns, *values = x.v_cache + columns;
-                const float* own = &queries[((n - from) * s.nh + head) * LANES * D];
-                float* result = &parts[(c * s.nh + head) * part];
-                switch (std::min<int64_t>(HEADS, G - h)) {
-                    case 1: chunk_of<T, 1>(s, own, keys, values, t0, t1, result); break;
-                    case 2: chunk_of<T, 2>(s, own, keys, values, t0, t1, result); break;
-                    case 3: chunk_of<T, 3>(s, own, keys, values, t0, t1, result); break;
-                    case 4: chunk_of<T, 4>(s, own, keys, values, t0, t1, result); break;
+                for (int64_t i = from * s.nh; i < to * s.nh; i++) {
+                    const int64_t n = i / s.nh, h = i % s.nh, r = n * s.n_elem;
+                    rotate(x.q + n * s.q_stride + h * s.hs, x.cos + r, x.sin + r, s.n_elem, s.hs, query(n, h, from));
                 }
-            }
+#pragma omp for schedule(dynamic)
+                for (int64_t i = 0; i < s.ng * blocks * per_group; i++)
+                    run(rounds[round][i / per_group % blocks], i / per_group / blocks, i % per_group * HEADS, from, own);
 #pragma omp for schedule(static)
-            for (int64_t i = from * s.nh; i < to * s.nh; i++) {
-                const int64_t n = i / s.nh, h = i % s.nh, count = start[n + 1] - start[n];
-                T* out = x.out + i * s.hs;
-                if (count == 0) std::memset((void*)out, 0, s.hs * sizeof(T));  // padding sees nothing
-                else merge(&parts[((start[n] - base_chunk) * s.nh + h) * part], count, s.nh * part, s.hs, out);
+                for (int64_t i = from * s.nh; i < to * s.nh; i++) {
+                    const int64_t n = i / s.nh, h = i % s.nh, count = start[n + 1] - start[n];
+                    T* out = x.out + i * s.hs;
+                    if (count == 0) std::memset((void*)out, 0, s.hs * sizeof(T));  // padding sees nothing
+                    else merge(result(start[n], h, from), count, s.nh * part, s.hs, out);
+                }
             }
         }
     }
-}
+};
 
 }  // namespace
 
@@ -224,8 +197,11 @@ int lit_attend(int dtype, const int64_t* sizes, float scale, float softcap, cons
     const Shape s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], row, position,
                   sizes[9], sizes[10], scale, softcap};
 #define CALL(T) \
-    attend<T>(s, {(const T*)q, (const T*)k, (const T*)v, (const T*)cos, (const T*)sin, (T*)k_cache, (T*)v_cache, \
-                  (T*)out})
+    { \
+        const Tensors<T> x{(const T*)q, (const T*)k, (const T*)v, (const T*)cos, (const T*)sin, (T*)k_cache, (T*)v_cache, \
+                           (T*)out}; \
+        Attention<T>{s, x}.run(); \
+    }
     try {
         if (dtype == 0) CALL(float);
         if (dtype == 1) CALL(bf16);

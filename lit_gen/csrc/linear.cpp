@@ -21,7 +21,7 @@ constexpr int TILE = 24;   // sums that are formed at once, in vectors: as many 
 constexpr int TILE = 6;
 #endif
 constexpr int AHEAD = 2048;  // bytes: weights are fetched so long before they are needed, if there are few rows
-constexpr int DEPTH = 4;   // tiles whose x stays in the cache while w passes by
+constexpr int DEPTH = 8;   // tiles whose x stays in the cache while w passes by
 
 typedef int16_t I16 __attribute__((vector_size(32), aligned(2), may_alias));
 
@@ -110,15 +110,14 @@ void tile(const float* x, const Weight& g, int64_t panel, T* out) {
         }
     }
     const int64_t first = panel * PANEL, columns = std::min<int64_t>(P * PANEL, g.N - first);
-    for (int m = 0; m < MR; m++) {
-        float y[PANEL * P];
-        std::memcpy(y, acc[m], sizeof y);
-        for (int64_t j = 0; j < columns; j++) {
-            if (g.factor) y[j] *= g.factor[first + j];
-            if (g.bias) y[j] += g.bias[first + j];
-            store(out + m * g.N + first + j, y[j]);
+    for (int m = 0; m < MR; m++)
+        for (int64_t j = 0; j * LANES < columns; j++) {
+            const int64_t n = first + j * LANES, left = g.N - n;
+            V y = acc[m][j];
+            if (g.factor) y *= load(g.factor + n, left);
+            if (g.bias) y += load(g.bias + n, left);
+            store(out + m * g.N + n, y, left);
         }
-    }
 }
 
 template <class W, class T, int P>
@@ -135,16 +134,25 @@ void tiles(int64_t M, const float* x, const Weight& g, int64_t panel, T* out) {
     }
 }
 
-// x (M, K) as float32 [tile][K][rows of the tile]; tile by tile from m on.
+// x (M, K) as float32 [tile][K][rows of the tile]: the tile of row m, of at most 16 rows.
 template <class T>
 void arrange(const T* x, int64_t m, int64_t M, int64_t K, int64_t most, float* out) {
     const int64_t n = std::min(most, M - m);
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t k = 0; k < K; k++) out[m * K + k * n + i] = to_float(x[(m + i) * K + k]);
+    float* to = out + m * K;
+    for (int64_t k = 0; k < K; k += LANES) {
+        V rows[LANES] = {};
+        for (int64_t i = 0; i < n; i++) rows[i] = load(x + (m + i) * K + k, K - k);
+        transpose(rows);  // a vector for each k, of which n elements count
+        const int64_t left = std::min<int64_t>(K - k, LANES);
+        for (int64_t i = 0; i < left; i++, to += n)
+            if (k + i + LANES < K) store(to, rows[i]);  // what is too much is overwritten by the next
+            else store(to, rows[i], n);
+    }
 }
 
 template <class W, class T>
 void linear(const T* x, int64_t M, const Weight& g, T* out) {
+    if (M == 0) return;
     // Few rows: two panels at a time, so that there are enough independent sums.
     const bool few = M <= TILE / 4;
     const int64_t most = TILE / (few ? 4 : 2), K = g.K, panels = (g.N + PANEL - 1) / PANEL;

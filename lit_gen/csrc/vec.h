@@ -52,6 +52,20 @@ inline V load(const half* p) {
 #endif
 }
 
+inline void store(float* p, V x) { *(V*)p = x; }
+inline void store(bf16* p, V x) {
+    U bits = (U)x;
+    bits = x != x ? U{} + 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(U16*)p = __builtin_convertvector(bits, U16);
+}
+inline void store(half* p, V x) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = half(x[i]);
+#endif
+}
+
 template <class T>
 inline V load(const T* p, int64_t n) {  // the first n of 16, then zeros
     if (n >= LANES) return load(p);
@@ -62,21 +76,38 @@ inline V load(const T* p, int64_t n) {  // the first n of 16, then zeros
 
 template <class T>
 inline void store(T* p, V x, int64_t n) {  // the first n of 16
+    if (n >= LANES) return store(p, x);
     float y[LANES];
     std::memcpy(y, &x, sizeof y);
-    for (int i = 0; i < std::min<int64_t>(n, LANES); i++) store(p + i, y[i]);
+    for (int i = 0; i < n; i++) store(p + i, y[i]);
+}
+
+template <int S>
+inline void exchange(V& a, V& b) {  // a's lanes with bit S go to b, and b's without it to a, where they lie S apart
+#define LOW(l) ((l) & S ? 16 + ((l) ^ S) : (l))
+#define HIGH(l) ((l) & S ? 16 + (l) : (l) | S)
+#define ALL(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+    const V low = __builtin_shufflevector(a, b, ALL(LOW)), high = __builtin_shufflevector(a, b, ALL(HIGH));
+    a = low, b = high;
+#undef LOW
+#undef HIGH
+#undef ALL
+}
+
+template <int S>
+inline void exchange_all(V* p) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & S)) exchange<S>(p[i], p[i + S]);
+}
+inline void transpose(V* p) {  // 16 vectors
+    exchange_all<8>(p), exchange_all<4>(p), exchange_all<2>(p), exchange_all<1>(p);
 }
 
 // For each lane the sum of the 16 lanes of p[lane]: a tree of 15 additions, always the same one.
 template <int S>
 inline V pair_sums(V a, V b) {  // lanes without bit S: sums of a's lanes l and l + S; the others: of b's
-#define LOW(l) ((l) & S ? 16 + ((l) ^ S) : (l))
-#define HIGH(l) ((l) & S ? 16 + (l) : (l) | S)
-#define ALL(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-    return __builtin_shufflevector(a, b, ALL(LOW)) + __builtin_shufflevector(a, b, ALL(HIGH));
-#undef LOW
-#undef HIGH
-#undef ALL
+    exchange<S>(a, b);
+    return a + b;
 }
 inline V sums(V* p) {
     for (int i = 0; i < 8; i++) p[i] = pair_sums<8>(p[i], p[i + 8]);
