@@ -209,6 +209,27 @@ def test_a_token_has_the_bits_that_it_has_alone(
         assert torch.equal(backwards, together)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("nh", "ng", "hs", "n_elem", "kind", "window", "softcap"), ATTENTION)
+def test_neighbours_in_a_prompt_share_columns_and_have_the_bits_that_each_has_alone(
+    kernels: Kernels, threads: Callable, nh: int, ng: int, hs: int, n_elem: int, kind: str, window, softcap, dtype
+) -> None:
+    tokens = [(0, p) for p in range(37)] + [(1, -1)] * 2 + [(1, 0)] + [(2, p) for p in range(505, 530)] + [(0, 37)]
+    tokens += [(1, p) for p in range(1, 4)] + [(3, p) for p in range(1040, 1011, -1)]
+    given, settings = inputs(nh, ng, hs, n_elem, dtype, tokens, 1100), dict(kind=kind, window=window, softcap=softcap)
+    q, k, v, rope, cache, row, position = given
+    threads(2)
+    together, after = attend(kernels, given, scale=0.1, **settings)
+    for n in range(len(tokens)):
+        one = slice(n, n + 1)
+        where = rope and (rope[0][one], rope[1][one]), tuple(after.clone()), row[one], position[one]
+        assert torch.equal(kernels.attend(q[one], k[one], v[one], *where, scale=0.1, **settings), together[one]), n
+    k[36], v[36] = math.nan, math.inf  # no token before the last one of this prompt sees it
+    again, _ = attend(kernels, given, scale=0.1, **settings)
+    seen = (row == 0) & (position >= 36)
+    assert torch.equal(again[~seen], together[~seen]) and again[36].isnan().all()
+
+
 def test_a_prompt_has_the_same_bits_whole_and_in_pieces(kernels: Kernels, threads: Callable) -> None:
     """1400 tokens with 12 heads of 256 are more than the kernel keeps at a time."""
     threads(2)

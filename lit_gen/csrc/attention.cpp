@@ -19,8 +19,6 @@ inline int omp_get_max_threads() { return 1; }
 namespace {
 
 constexpr int64_t ROOM = 1 << 22;  // floats for the chunks' results
-constexpr int HEADS = 4;  // query heads that share the keys of one pass
-constexpr int64_t TOKENS = 16, FEW = 4;  // so many tokens of a prompt share columns; fewer than FEW do not
 
 template <class T>
 void rotate(const T* x, const T* cos, const T* sin, int64_t n, int64_t hs, float* out) {
@@ -124,19 +122,14 @@ struct Attention {
         }
         const float* q[TOKENS * HEADS];
         float* out[TOKENS * HEADS];
-        int64_t t1[TOKENS * HEADS], rows = 0, last = 0;
+        int64_t seen[TOKENS * HEADS], rows = 0, most = 0;
         for (int64_t n = n0; n < block.n1; n++)
             for (int64_t i = 0; i < heads && block.j < n_chunks(s, n); i++, rows++) {
                 q[rows] = query(n, head + i, from), out[rows] = result(start[n] + block.j, head + i, from);
-                last = std::max(last, t1[rows] = end(n));
+                most = std::max(most, seen[rows] = end(n) - t0);
             }
-        columns->fill(s, keys, values, t0, last);
-        for (int64_t r = 0; r < rows; r += 4) switch (std::min<int64_t>(rows - r, 4)) {
-                case 1: shared_of<T, 1>(s, q + r, *columns, t1 + r, out + r); break;
-                case 2: shared_of<T, 2>(s, q + r, *columns, t1 + r, out + r); break;
-                case 3: shared_of<T, 3>(s, q + r, *columns, t1 + r, out + r); break;
-                case 4: shared_of<T, 4>(s, q + r, *columns, t1 + r, out + r); break;
-            }
+        columns->fill(s, keys, values, t0, t0 + most);
+        shared_chunk(s, rows, q, *columns, seen, out);
     }
 
     void run() {

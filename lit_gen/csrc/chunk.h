@@ -7,6 +7,8 @@
 namespace {
 
 constexpr int64_t CHUNK = 512;
+constexpr int HEADS = 4;  // query heads that share the keys of one pass
+constexpr int64_t TOKENS = 16, FEW = 4;  // so many tokens of a prompt share columns; fewer than FEW do not
 constexpr int AHEAD = 16;  // columns: keys are fetched so long before they are needed, and values meanwhile
 
 struct Shape {
@@ -110,9 +112,14 @@ template <class T>
 struct Columns {
     const T *k = nullptr, *v = nullptr;  // whose they are, from column 0
     int64_t t0 = 0, filled = 0, D;  // columns t0, ..., t0 + filled - 1
-    std::unique_ptr<float[]> keys, values;  // [tile of 16 columns][16 * D][16]; [column][16 * D]
+    std::unique_ptr<float[]> memory;
+    float *keys, *values;  // [tile of 16 columns][16 * D][16]; [column][16 * D]
+    float* weight;         // [query][column]
 
-    explicit Columns(int64_t D) : D(D), keys(new float[CHUNK * D * LANES]), values(new float[CHUNK * D * LANES]) {}
+    explicit Columns(int64_t D) : D(D), memory(new float[CHUNK * (2 * D * LANES + TOKENS * HEADS) + LANES]) {
+        keys = (float*)((uintptr_t(memory.get()) + 63) / 64 * 64);  // a vector lies in one line of the cache
+        values = keys + CHUNK * D * LANES, weight = values + CHUNK * D * LANES;
+    }
 
     void fill(const Shape& s, const T* new_k, const T* new_v, int64_t from, int64_t to) {
         if (k != new_k || v != new_v || t0 != from) k = new_k, v = new_v, t0 = from, filled = 0;
@@ -132,60 +139,77 @@ struct Columns {
     }
 };
 
+template <int R>
+struct Vectors {
+    V of[R];
+};
+
 // The scores of R queries for 16 columns: for each lane i the products of elements i, 16 + i, ..., and then `sums`.
 template <int R, int E, int FIRST, int STEP>
-inline void products(const float* const* q, const float* k, int64_t D, V* out) {
+inline __attribute__((always_inline)) Vectors<R> products(const float* const* q, const float* k, int64_t D) {
+    Vectors<R> x = {};
     if constexpr (STEP == LANES) {
-        for (int r = 0; r < R; r++) out[r] = V{};
         for (int64_t d = 0; d < (E ? E : D); d++) {
             const V element = load(k + (LANES * d + FIRST) * LANES);
-            for (int r = 0; r < R; r++) out[r] += q[r][LANES * d + FIRST] * element;
+            for (int r = 0; r < R; r++) x.of[r] += q[r][LANES * d + FIRST] * element;
         }
     } else {
-        V other[R];
-        products<R, E, FIRST, 2 * STEP>(q, k, D, out);
-        products<R, E, FIRST + STEP, 2 * STEP>(q, k, D, other);
-        for (int r = 0; r < R; r++) out[r] += other[r];
+        x = products<R, E, FIRST, 2 * STEP>(q, k, D);
+        const Vectors<R> other = products<R, E, FIRST + STEP, 2 * STEP>(q, k, D);
+        for (int r = 0; r < R; r++) x.of[r] += other.of[r];
+    }
+    return x;
+}
+
+// out[r]: sum over the columns that query r sees, of the weight times elements 16 * d, ... of the value.
+template <int R, int W>
+void gather_shared(const float* weight, const float* values, int64_t D, int64_t d, const int64_t* n, float* const* out) {
+    V sum[R][W] = {};
+    const auto add = [&](int r, int64_t t) {
+        for (int w = 0; w < W; w++) sum[r][w] += weight[r * CHUNK + t] * load(values + (t * D + d + w) * LANES);
+    };
+    const int64_t all = *std::min_element(n, n + R);  // see these columns
+    for (int64_t t = 0; t < all; t++)
+        for (int r = 0; r < R; r++) add(r, t);
+    for (int r = 0; r < R; r++) {
+        for (int64_t t = all; t < n[r]; t++) add(r, t);
+        for (int w = 0; w < W; w++) store(out[r] + LANES * (d + w), sum[r][w]);
     }
 }
 
-// As `chunk`, for R queries that see the columns from t0 to their own t1[r].
-template <class T, int R, int E>
-void shared_chunk(const Shape& s, const float* const* q, const Columns<T>& columns, const int64_t* t1, float* const* out) {
-    const int64_t D = E ? E : columns.D, t0 = columns.t0;
-    const int64_t least = *std::min_element(t1, t1 + R) - t0, most = *std::max_element(t1, t1 + R) - t0;
-    float weight[R * CHUNK];
-    V largest[R];
-    for (int r = 0; r < R; r++) largest[r] = splat(-INFINITY);
+// As `chunk`, for several queries: number r sees the first n[r] of the columns.
+template <class T, int E>
+void shared_chunk(const Shape& s, int64_t rows, const float* const* q, const Columns<T>& columns, const int64_t* n,
+                  float* const* out) {
+    const int64_t D = E ? E : columns.D, most = *std::max_element(n, n + rows);
+    V largest[TOKENS * HEADS];
+    float *weight = columns.weight, *values[TOKENS * HEADS];
+    for (int64_t r = 0; r < rows; r++) largest[r] = splat(-INFINITY), values[r] = out[r] + 2;
+#define FOUR_BY_FOUR(f)                                                       \
+    for (int64_t r = 0; r < rows; r += 4) switch (std::min<int64_t>(rows - r, 4)) { \
+            case 1: f(1); break;                                              \
+            case 2: f(2); break;                                              \
+            case 3: f(3); break;                                              \
+            case 4: f(4); break;                                              \
+        }
     for (int64_t t = 0; t < most; t += LANES) {
-        V x[R];
-        products<R, E, 0, 1>(q, &columns.keys[t * D * LANES], D, x);
-        for (int r = 0; r < R; r++) finish_scores(s, x[r], t1[r] - t0 - t, largest[r]);
-        for (int r = 0; r < R; r++) store(weight + r * CHUNK + t, x[r]);
-    }
-    for (int r = 0; r < R; r++) weigh(weight + r * CHUNK, t1[r] - t0, largest[r], out[r]);
-    const auto add = [&](int r, int64_t t, int64_t d, V& sum) {
-        sum += weight[r * CHUNK + t] * load(&columns.values[(t * D + d) * LANES]);
-    };
-    constexpr int W = E ? 4 : 1;
-    for (int64_t d = 0; d < D; d += W) {
-        V sum[R][W] = {};
-        for (int64_t t = 0; t < least; t++)
-            for (int w = 0; w < W; w++)
-                for (int r = 0; r < R; r++) add(r, t, d + w, sum[r][w]);
-        for (int r = 0; r < R; r++) {
-            for (int64_t t = least; t < t1[r] - t0; t++)
-                for (int w = 0; w < W; w++) add(r, t, d + w, sum[r][w]);
-            for (int w = 0; w < W; w++) store(out[r] + 2 + LANES * (d + w), sum[r][w]);
+        V x[TOKENS * HEADS];
+#define PRODUCTS(R) *(Vectors<R>*)(x + r) = products<R, E, 0, 1>(q + r, &columns.keys[t * D * LANES], D)
+        FOUR_BY_FOUR(PRODUCTS)
+        for (int64_t r = 0; r < rows; r++) {
+            finish_scores(s, x[r], n[r] - t, largest[r]);
+            store(weight + r * CHUNK + t, x[r]);
         }
     }
-}
-
-template <class T, int R>
-void shared_of(const Shape& s, const float* const* q, const Columns<T>& columns, const int64_t* t1, float* const* out) {
-    if (s.hs == 64) shared_chunk<T, R, 4>(s, q, columns, t1, out);
-    else if (s.hs == 128) shared_chunk<T, R, 8>(s, q, columns, t1, out);
-    else shared_chunk<T, R, 0>(s, q, columns, t1, out);
+    for (int64_t r = 0; r < rows; r++) weigh(weight + r * CHUNK, n[r], largest[r], out[r]);
+    constexpr int W = E ? 4 : 1;
+    for (int64_t d = 0; d < D; d += W) {
+#define GATHER(R) gather_shared<R, W>(weight + r * CHUNK, columns.values, D, d, n + r, values + r)
+        FOUR_BY_FOUR(GATHER)
+    }
+#undef PRODUCTS
+#undef GATHER
+#undef FOUR_BY_FOUR
 }
 
 template <class T, int G>
@@ -193,6 +217,14 @@ void chunk_of(const Shape& s, const float* q, const T* k, const T* v, int64_t t0
     if (s.hs == 64) chunk<T, G, 4>(s, q, k, v, t0, t1, out);
     else if (s.hs == 128) chunk<T, G, 8>(s, q, k, v, t0, t1, out);
     else chunk<T, G, 0>(s, q, k, v, t0, t1, out);
+}
+
+template <class T>
+void shared_chunk(const Shape& s, int64_t rows, const float* const* q, const Columns<T>& columns, const int64_t* n,
+                  float* const* out) {
+    if (s.hs == 64) shared_chunk<T, 4>(s, rows, q, columns, n, out);
+    else if (s.hs == 128) shared_chunk<T, 8>(s, rows, q, columns, n, out);
+    else shared_chunk<T, 0>(s, rows, q, columns, n, out);
 }
 
 }  // namespace
