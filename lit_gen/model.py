@@ -119,6 +119,7 @@ class GPT(nn.Module):
         # Plain attributes, not buffers: casting the model must not cast the tables, and a mask belongs to one call.
         self.mask_cache: dict[str, Tensor | None] = {}
         self.cache_epoch = 0  # how often the caches were set up; who holds an older number has lost them
+        self.cache_version = 0  # how often their memory may have changed
         self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
         self._tables: list[tuple[Tensor, Tensor]] = []
 
@@ -144,6 +145,7 @@ class GPT(nn.Module):
 
         The memory is reused when the shape is the same. Old contents could not be seen in any case.
         """
+        self.cache_version += 1
         try:
             for block in self.h:
                 self._set_cache(block.attn, batch_size, max_seq_length or self.config.block_size)
@@ -166,6 +168,7 @@ class GPT(nn.Module):
     @torch.inference_mode(False)
     def resize_kv_cache(self, batch_size: int, max_seq_length: int) -> None:
         """Gives the caches another shape and keeps what fits into it."""
+        self.cache_version += 1
         for cache in self._caches():
             cache.resize(batch_size, max_seq_length)
 
@@ -188,6 +191,7 @@ class GPT(nn.Module):
 
     def clear_kv_cache(self) -> None:
         """Drops the caches and their memory."""
+        self.cache_version += 1
         for block in self.h:
             block.attn.kv_cache = None
         self.row_length, self.mask_cache = None, {}
