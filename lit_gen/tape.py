@@ -7,7 +7,7 @@ played back. A model whose blocks do anything else than call kernels, or oneDNN'
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,12 +49,19 @@ class Tape:
         if key == self.key:
             playable = self.recording is not None and not any(self.recording.hooks)
             return self.recording.play(given) if playable else self._run(x, ropes, masks, step)
-        calls: list[tuple] = []
+        return self._record(key, given, masks, step)[:, : x.size(1)]
+
+    def _record(self, key: tuple, given: list[Tensor], masks: dict, step: Step) -> Tensor:
+        if given[1].numel() == 1:  # the strides of a single token say nothing: one of padding beside it
+            given = [torch.cat((t, t), dim=min(t.dim() - 1, 1)) for t in given]
+            given[2][1] = -1
+        (x, row, position, *tables), calls = given, []
+        ropes = list(zip(tables[::2], tables[1::2], strict=True))
         watch, self.key, self.recording = Watch(calls), None, None
         self.kernels.here.record = calls.append
         try:
             with watch:
-                y = self._run(x, ropes, masks, step)
+                y = self._run(x, ropes, masks, replace(step, row=row, position=position))
         finally:
             self.kernels.here.record = None
         self.key, self.recording = key, None if watch.other else Recording(self, calls, given, y)

@@ -5,6 +5,7 @@
     python scripts/benchmark.py --tasks '["ragged"]' --requests jobs.json --slots '[64]' --static_batch '[16, 32]'
     python scripts/benchmark.py --vs '["hf", "openvino", "llamacpp", "litgpt"]' --python '{"openvino": "ov/bin/python"}'
     python scripts/benchmark.py --vs '["lit_gen 8"]' --options '{"lit_gen 8": {"quantize": "int8"}}'
+    python scripts/benchmark.py --tasks '["copy"]' --vs '["lit_gen 8"]' --options '{"lit_gen 8": {"speculate": "8"}}'
     python scripts/benchmark.py --tasks '["decode", "ragged", "context"]' --plot speed.png
 
 Each engine is a process of its own (`peers/`), in this interpreter or in another; one computes while the others sleep.
@@ -43,7 +44,7 @@ from lit_gen.limits import Limits, cached_limits, cpu_name, limits_file, measure
 from lit_gen.plan import free_memory
 from lit_gen.settings import check_count
 from lit_gen.utils import UserError, run_cli, say
-from scripts.benchmark_jobs import Sizes, random_jobs, read_jobs
+from scripts.benchmark_jobs import Sizes, copy_jobs, random_jobs, read_jobs
 from scripts.benchmark_plot import draw
 from scripts.benchmark_tasks import OURS, Line, context, decode, prefill, ragged, startup
 from scripts.peers.client import Missing, Worker
@@ -51,7 +52,7 @@ from scripts.peers.worker import Settings
 
 PEERS = (OURS, "hf", "openvino", "llamacpp", "litgpt")
 CPU = torch.device("cpu")
-Task = Literal["decode", "prefill", "ragged", "context", "startup"]
+Task = Literal["decode", "copy", "prefill", "ragged", "context", "startup"]
 
 
 def refresh_limits(threads: int) -> Limits:
@@ -112,6 +113,10 @@ def measure(engines: Engines, tasks: list[Task], sizes: Sizes, limits: Limits, c
         if "decode" in tasks:
             for B in sizes.batch:
                 yield decode(workers, random_jobs(B, sizes.prompt, sizes.new, V), repeats, limits)
+        if "copy" in tasks:
+            for B in sizes.batch:
+                jobs = copy_jobs(B, sizes.new, Path(engines.settings.hf))
+                yield decode(workers, jobs, repeats, limits) | {"task": "copy"}
         if "prefill" in tasks:
             for T in sizes.prefill:
                 yield prefill(workers, random_jobs(1, T, 1, V)[0], repeats, limits)

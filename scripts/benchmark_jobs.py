@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from lit_gen import Tokenizer
 from lit_gen.settings import check_count
 from lit_gen.utils import UserError, read_json
 from scripts.peers.worker import Job
@@ -61,6 +62,18 @@ def random_jobs(B: int, T: int, new: int, vocab_size: int) -> list[Job]:
     """B prompts of T ids, each another text."""
     rng = random.Random(B * T)
     return [Job([rng.randrange(3, vocab_size) for _ in range(T)], new) for _ in range(B)]
+
+
+def copy_jobs(B: int, new: int, checkpoint_dir: Path) -> list[Job]:
+    """Requests to repeat some lines of code, others each, as the model's chat template puts them."""
+    tokenizer = Tokenizer(checkpoint_dir)
+    lines = (Path(__file__).parents[1] / "lit_gen" / "model.py").read_text().splitlines()
+    jobs = []
+    for b in range(B):
+        start = 15 * b % (len(lines) - 20)
+        content = "Repeat this code exactly:\n" + "\n".join(lines[start : start + 10 + b % 5])
+        jobs.append(Job(tokenizer.encode_chat([{"role": "user", "content": content}]).tolist(), new))
+    return jobs
 
 
 def read_jobs(sizes: Sizes, vocab_size: int) -> list[Job]:

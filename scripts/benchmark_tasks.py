@@ -1,6 +1,7 @@
 """The measurements of benchmark.py: each runs engines in turn and returns lines of numbers.
 
 decode   tokens/s = B * (new - 1) / (T(new) - T(1)), where T(n) is the time for n new tokens of each of B rows
+copy     the same for prompts to repeat a text: most of an answer can be guessed from its prompt
 prefill  tokens/s = prompt / T(1), one row
 ragged   a job of many lengths: seconds, and tokens that were asked for per second
 context  lit_gen's seconds per decode step against rows and columns, fitted as a + b * rows + c * rows * columns
@@ -43,7 +44,7 @@ def alternate(runs: dict[str, Callable[[], list[Answer]]], repeats: int) -> tupl
 
 
 def decode(workers: dict[str, Worker], jobs: list[Job], repeats: int, limits: Limits) -> Line:
-    """Decode speed of a batch of prompts of one length that all want as many new tokens."""
+    """Decode speed of a batch of prompts that all want as many new tokens."""
     B, new = len(jobs), jobs[0].new
     first = [Job(job.ids, 1) for job in jobs]
 

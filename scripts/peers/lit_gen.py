@@ -1,5 +1,10 @@
-"""lit_gen as an engine of the benchmarks. Options: quantize (int8, int4), compile (1), speculate (guesses of a row)."""
+"""lit_gen as an engine of the benchmarks.
 
+Options: quantize (int8, int4), compile (1), speculate (guesses of a row), kernels (0: plain PyTorch, whose rows do not
+have the same bits in every batch).
+"""
+
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +21,7 @@ class Engine:
     continuous, equal_lengths = True, False
 
     def __init__(self, settings: Settings, lap: Laps) -> None:
+        os.environ["LIT_GEN_KERNELS"] = settings.options.get("kernels", "1")
         import torch
 
         from generate.base import generate, next_token
