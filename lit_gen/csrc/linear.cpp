@@ -20,7 +20,7 @@ constexpr int TILE = 24;   // sums that are formed at once, in vectors: as many 
 #else
 constexpr int TILE = 6;
 #endif
-constexpr int AHEAD = 2048;  // bytes: weights are fetched so long before they are needed, if there are few rows
+constexpr int AHEAD = 2048;  // bytes: weights are fetched so long before they are needed
 constexpr int DEPTH = 8;   // tiles whose x stays in the cache while w passes by
 
 typedef int16_t I16 __attribute__((vector_size(32), aligned(2), may_alias));
@@ -103,7 +103,7 @@ void tile(const float* x, const Weight& g, int64_t panel, T* out) {
         for (int p = 0; p < P; p++) weights[p].group(i);
         for (int64_t k = 32 * i; k < std::min(32 * i + 32, K); k++) {
             V b[2 * P];
-            for (int p = 0; p < P && P == 2; p++) __builtin_prefetch(w + p * step + k * W::bytes + AHEAD);
+            for (int p = 0; p < P; p++) __builtin_prefetch(w + p * step + k * W::bytes + AHEAD);
             for (int p = 0; p < P; p++) weights[p].get(w + p * step + k * W::bytes, b[2 * p], b[2 * p + 1]);
             for (int m = 0; m < MR; m++)
                 for (int j = 0; j < 2 * P; j++) acc[m][j] += x[k * MR + m] * b[j];
