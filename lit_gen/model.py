@@ -42,23 +42,14 @@ class CausalSelfAttention(nn.Module):
         self.rope, self.kind, self.window = config.rope_layers[layer], config.layer_types[layer], config.window
         self.kv_cache: KVCache | None = None
         self.kernels: Kernels | None = None  # set by `pack_model`
+        self.prefix: nn.Module | None = None  # set by `add_adapter`
 
     def forward(
         self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict[str, Tensor | None], step: Step | None
     ) -> Tensor:
         B, T, _ = x.shape
         nh, ng, hs = self.n_head, self.n_query_groups, self.head_size
-        qkv = self.qkv(x)  # (B, T, (nh + 2 * ng) * hs)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        qk, v = qkv.view(B, T, nh + 2 * ng, hs).split((nh + ng, ng), dim=2)  # (B, T, nh + ng, hs), (B, T, ng, hs)
-        if self.norm_q is not None:
-            q, k = qk.split((nh, ng), dim=2)
-            if self.norm_full:  # over all heads at once
-                q, k = q.flatten(2), k.flatten(2)
-            q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
-            qk = torch.cat((q, k), dim=2)
-        qk = qk.to(v.dtype)  # under autocast a LayerNorm gives float32
+        qk, v = self.project(x)  # (B, T, nh + ng, hs), (B, T, ng, hs)
         if step is not None and step.row is not None:
             return self.proj(self._attend_tokens(qk, v, ropes, step).view(B, T, nh * hs))
         if self.rope >= 0:
@@ -72,15 +63,35 @@ class CausalSelfAttention(nn.Module):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
             k, v = self.kv_cache.update(k, v, step)  # (B, ng, S, hs)
-        y = attend(q.transpose(1, 2), k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
+        q = q.transpose(1, 2)
+        y = attend(q, k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
+        if self.prefix is not None:
+            y = self.prefix(y, q, self, step)
         return self.proj(y.transpose(1, 2).reshape(B, T, nh * hs))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, T, nh + ng, hs) before they are rotated, and values (B, T, ng, hs), of x (B, T, C)."""
+        B, T, _ = x.shape
+        nh, ng, hs = self.n_head, self.n_query_groups, self.head_size
+        qkv = self.qkv(x)  # (B, T, (nh + 2 * ng) * hs)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        qk, v = qkv.view(B, T, nh + 2 * ng, hs).split((nh + ng, ng), dim=2)  # (B, T, nh + ng, hs), (B, T, ng, hs)
+        if self.norm_q is not None:
+            q, k = qk.split((nh, ng), dim=2)
+            if self.norm_full:  # over all heads at once
+                q, k = q.flatten(2), k.flatten(2)
+            q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
+            qk = torch.cat((q, k), dim=2)
+        return qk.to(v.dtype), v  # under autocast a LayerNorm gives float32
 
     def _attend_tokens(self, qk: Tensor, v: Tensor, ropes: list[tuple[Tensor, Tensor]], step: Step) -> Tensor:
         """The same by the C++ kernels, each token by itself: (B * T, nh * hs)."""
         qk, v, nh = qk.flatten(0, 1), v.flatten(0, 1), self.n_head  # (B * T, nh + ng, hs), (B * T, ng, hs)
         rope, cache = ropes[self.rope] if self.rope >= 0 else None, (self.kv_cache.k, self.kv_cache.v)
         where = {"kind": self.kind, "window": self.window, "scale": self.scale, "softcap": self.softcap}
-        return self.kernels.attend(qk[:, :nh], qk[:, nh:], v, rope, cache, step.row, step.position, **where)
+        y = self.kernels.attend(qk[:, :nh], qk[:, nh:], v, rope, cache, step.row, step.position, **where)
+        return y if self.prefix is None else self.prefix.add_to_tokens(y, qk[:, :nh], rope, self)
 
 
 class Block(nn.Module):
@@ -159,6 +170,7 @@ class GPT(nn.Module):
         if cache is not None and (cache.k.shape, cache.k.device, cache.k.dtype) == same:
             cache.k.zero_()
             cache.v.zero_()
+            cache.prefix = None
         else:
             attn.kv_cache = None  # the old memory goes before the new is taken
             attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=attn.qkv.weight.device)
