@@ -19,8 +19,8 @@ from lit_gen.adapter_v2 import load_adapter_v2, open_adapter_v2
 from lit_gen.checkpoint import load_config
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, Quantize, setup_fabric
-from lit_gen.job import fingerprint_model
 from lit_gen.utils import run_cli
+from lit_gen.wheel import sha256_of
 
 
 def main(
@@ -47,7 +47,7 @@ def main(
     def load(*how: Any) -> GPT:
         return load_adapter_v2(GPT.from_checkpoint(path, *how), file)
 
-    run(fabric, path, load, prompts, {"adapter_v2": fingerprint_model(file)}, quantize=quantize, **kwargs)
+    run(fabric, path, load, prompts, quantize=quantize, adapters={f"({file.name})": sha256_of(file)}, **kwargs)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,6 @@ def run(
     checkpoint_dir: Path,
     load: Callable[[torch.dtype, torch.device], GPT],
     prompts: str | list[str],
-    adapters: dict[str, Any],
     *,
     out: Path | None = None,
     chat: bool | None = None,
@@ -142,8 +141,8 @@ def run(
     device, dtype, precision = fabric.device, parameter_dtype(fabric), fabric.strategy.precision.precision
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
     format = weight_format(checkpoint_dir, quantize, precision)  # None: not quantised, or by Fabric
-    how = {"precision": f"{precision} {format or quantize or ''}".strip(), **adapters}  # as the job's fingerprint says
-    answers = Answers(prompts, checkpoint_dir, settings, how, device, **options)
+    kind = f"{precision} {format or quantize or ''}".strip()
+    answers = Answers(prompts, checkpoint_dir, settings, kind, device, **options)
     if answers.finished:
         return
     with answers:
@@ -192,8 +191,9 @@ def main(
         precision: By default 32-true on a CPU, and 16 bits on a GPU.
         quantize: Keep the weights of linear layers in 8 or 4 bits; nf4 and bnb-int8 are for GPUs.
     """
-    path, fabric = checkpoint_dir or fetch_default_model(), setup_fabric(precision, quantize)
-    run(fabric, path, lambda *how: GPT.from_checkpoint(path, *how), prompts, {}, quantize=quantize, **kwargs)
+    path = checkpoint_dir or fetch_default_model()
+    fabric = setup_fabric(precision, quantize)
+    run(fabric, path, lambda *how: GPT.from_checkpoint(path, *how), prompts, quantize=quantize, **kwargs)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Answers:
         prompts: what `read_prompts` accepts.
         checkpoint_dir: of the model, whose weights are not read here.
         settings: the other keywords of `generate`.
-        how, device: precision, adapters and the like, and where the model computes; parts of the job's fingerprint.
+        precision, device: how and where the model computes; parts of the fingerprint of the job.
         chat: put texts into the chat template; None does so if there is one.
         out: the output file.
         shard: what `shard_of` accepts.
@@ -62,7 +62,7 @@ class Answers:
         prompts: str | list[str],
         checkpoint_dir: Path,
         settings: dict[str, Any],
-        how: dict[str, Any],
+        precision: str,
         device: torch.device,
         *,
         chat: bool | None = None,
@@ -90,7 +90,7 @@ class Answers:
         self._prompts = prompts if path and isinstance(prompts, str) and not once else list(read_prompts(prompts))
         if path is not None:
             self._digest, self._n_prompts = digest_read(self._prompts) if once else digest_prompts(prompts)
-            where = {**how, "device": device.type, "torch": torch.__version__}
+            where = {"precision": precision, "device": device.type, "torch": torch.__version__}
             options = {"chat": self.chat, **settings, **where}
             self._results = Results.open(path, fingerprint_job(self._digest, checkpoint_dir, options, self.shard))
         try:

@@ -163,8 +163,7 @@ def quantize_model(model: GPT, format: Format, make: Callable[[Tensor, Format, s
         parent = model.get_submodule(parent)
         router = isinstance(parent, MoE)  # experts are in lists of their own
         if isinstance(module, nn.Linear) and not router:
-            head = name.split(".")[0] == "lm_head"  # an adapter may hold it
-            kept = make(module.weight.detach(), "int8" if head else format, f"{name}.weight")
+            kept = make(module.weight.detach(), "int8" if name == "lm_head" else format, f"{name}.weight")
             setattr(parent, child, QuantizedLinear(kept, module.in_features, module.bias))
     return model
 

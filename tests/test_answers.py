@@ -46,7 +46,7 @@ class Job:
     def __init__(self, folder: Path, prompts: Any, out: Path | None = None, settings: Any = None, **options: Any):
         self.tokenizer = Tokenizer(folder)
         self.settings = {"max_new_tokens": 3, **(settings or {})}
-        where = ({"precision": "32-true"}, torch.device("cpu"))
+        where = ("32-true", torch.device("cpu"))
         self.answers = Answers(prompts, folder, self.settings, *where, out=out, **options)
 
     def rows(self) -> list[Row]:
