@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_gen.checkpoint import LIT_CONFIG, LIT_MODEL, gguf_file
+from lit_gen.checkpoint import LIT_CONFIG, LIT_MODEL, MERGED, gguf_file
 from lit_gen.gguf import GGUFCheckpoint
 from lit_gen.hf_weights import export_tensors
 from lit_gen.model import GPT
@@ -24,7 +24,8 @@ def save_lit(model: GPT, folder: Path, source: Path) -> None:
     """Writes a lit folder; a tied head is not stored twice. Tokenizer and config files come along from `source`."""
     copy_files(source, folder)
     tensors = {name: tensor.contiguous() for name, tensor in stored_tensors(model).items()}
-    save_file(tensors, folder / LIT_MODEL, metadata_of(model))
+    merged = {MERGED: " ".join(sorted(model.merged))} if model.merged else {}
+    save_file(tensors, folder / LIT_MODEL, metadata_of(model) | merged)
     model.config.to_json(folder / LIT_CONFIG)
 
 

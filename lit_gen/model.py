@@ -19,6 +19,7 @@ from lit_gen.cache import KVCache, Step, additive, visible
 from lit_gen.config import Config
 from lit_gen.kernels import Kernels
 from lit_gen.layers import MLP, MoE, Norm, Residual
+from lit_gen.lora_layers import RowLoRA
 from lit_gen.rope import apply_rope, rope_table, signed_sin
 
 
@@ -132,6 +133,8 @@ class GPT(nn.Module):
         self.cache_epoch = 0  # how often the caches were set up; who holds an older number has lost them
         self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
         self._tables: list[tuple[Tensor, Tensor]] = []
+        self.loras: RowLoRA | None = None  # which adapter each row has, if there are some beside the weights
+        self.merged: set[str] = set()  # digests of those that are in the weights
 
     @classmethod
     def from_checkpoint(
@@ -203,6 +206,8 @@ class GPT(nn.Module):
         for block in self.h:
             block.attn.kv_cache = None
         self.row_length, self.mask_cache = None, {}
+        if self.loras is not None:
+            self.loras.set_rows(None)
 
     def forward(
         self,
@@ -257,6 +262,8 @@ class GPT(nn.Module):
         last: Tensor | None,
     ) -> Tensor:
         """The part of `forward` that is the same for all calls, and that may be compiled."""
+        if self.loras is not None:
+            self.loras.enter(step, last)
         x = self.wte(idx)  # (B, T, C)
         if self.config.embedding_scale != 1.0:  # rounded to the model's dtype first, as Gemma was trained
             x = x * x.new_tensor(self.config.embedding_scale)
@@ -302,6 +309,11 @@ class GPT(nn.Module):
     def by_token(self) -> bool:
         """Whether kernels take the tokens of a call one by one, so that they may belong to any rows."""
         return self.h[0].attn.kernels is not None
+
+    @property
+    def adapters(self) -> list[str]:
+        """The adapters that rows may ask for."""
+        return [] if self.loras is None else self.loras.names
 
     def _compute_dtype(self) -> torch.dtype:
         device = self.wte.weight.device.type
