@@ -20,7 +20,8 @@ def undisturbed(model: GPT) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     caches = [(block.attn, block.attn.kv_cache) for block in model.h]
-    kept = {name: getattr(model, name) for name in ("mask_cache", "row_length", "cache_epoch")}
+    kept = [(model, name, getattr(model, name)) for name in ("mask_cache", "row_length", "cache_epoch")]
+    kept += [(model.loras, "rows", model.loras.rows)] if model.loras is not None else []
     cpu, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = np.random.get_state(), random.getstate()
     device = model.wte.weight.device.type
@@ -36,8 +37,8 @@ def undisturbed(model: GPT) -> Iterator[None]:
             attn.kv_cache = cache
         for module, training in modes:
             module.training = training
-        for name, value in kept.items():
-            setattr(model, name, value)
+        for owner, name, value in kept:
+            setattr(owner, name, value)
         torch.set_rng_state(cpu)
         if devices:
             torch.cuda.set_rng_state_all(devices)
