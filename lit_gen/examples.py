@@ -140,8 +140,9 @@ class Batches:
         batches = torch.randperm(len(self.examples), generator=generator).split(self.batch_size)
         for batch in batches[self.done :]:
             self.done += 1
+            if self.done == len(self):  # now, since nobody may ask what comes after the last
+                self.epoch, self.done = self.epoch + 1, 0
             yield collate([self.examples[i] for i in batch.tolist()])
-        self.epoch, self.done = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "done": self.done}

@@ -72,6 +72,17 @@ def prepare(model: GPT, method: Method, lora: LoRAConfig, adapter: AdapterConfig
     return add(model, adapter).train()
 
 
+def check_checkpoint(file: Path) -> None:
+    """UserError unless the Trainer wrote this file; it is read as plain tensors and numbers, never as code."""
+    try:
+        kept = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        fine = isinstance(kept["state_dict"], dict) and isinstance(kept["random"], Tensor)
+    except Exception:  # whatever a damaged or hostile file provokes in the unpickler
+        fine = False
+    if not fine:
+        raise UserError(f"{file} is damaged, or none of this script's: delete it, and train anew without --resume")
+
+
 def save(model: GPT, method: Method, out_dir: Path, base: Path) -> None:
     """Writes what was trained: a lit folder, or the file that generate/{method}.py loads beside the base."""
     if method == "full":

@@ -29,10 +29,10 @@ from lit_gen.adapter import AdapterConfig
 from lit_gen.checkpoint import load_config, weight_format
 from lit_gen.download import fetch_default_model
 from lit_gen.examples import Batches, Example, read_examples
-from lit_gen.finetuning import FILES, Finetune, Method, prepare, save
+from lit_gen.finetuning import FILES, Finetune, Method, check_checkpoint, prepare, save
 from lit_gen.lora import LoRAConfig
 from lit_gen.prompts import encode_prompt, read_prompts
-from lit_gen.settings import check_count
+from lit_gen.settings import check_count, is_number
 from lit_gen.utils import UserError, run_cli
 
 
@@ -44,7 +44,9 @@ def check(out_dir: Path, method: Method, base: Path, precision: str, resume: boo
     if resume != last.is_file():
         state = "has no checkpoint to resume from" if resume else "has a checkpoint: add --resume true"
         raise UserError(f"{out_dir} {state}, or give another --out_dir")
-    if not resume and (out_dir / FILES[method]).exists():
+    if resume:
+        check_checkpoint(last)
+    elif (out_dir / FILES[method]).exists():
         raise UserError(f"{out_dir} has a {FILES[method]} already; give another --out_dir")
     if (format := weight_format(base, None, precision)) and method == "full":
         raise UserError(f"{base} has {format} weights, which cannot be trained: take the original, or --method lora")
@@ -122,6 +124,8 @@ def main(
     counts = {"epochs": epochs, "batch_size": batch_size, "accumulate": accumulate, "warmup_steps": warmup_steps}
     for name, count in (counts | {"sample_every": sample_every, "save_every": save_every}).items():
         check_count(name, count)
+    if not (is_number(learning_rate) and learning_rate >= 0):
+        raise UserError(f"learning_rate is {learning_rate}, but must be a finite number >= 0")
     base = checkpoint_dir or fetch_default_model()
     config, tokenizer = load_config(base), Tokenizer(base)
     last = check(out_dir, method, base, precision, resume)

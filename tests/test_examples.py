@@ -1,6 +1,7 @@
 """Training rows: the ids that a prompt will have, the response and its end to be learnt, batches that can go on."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,8 @@ def test_batches_are_all_rows_in_another_order_in_each_epoch_and_go_on() -> None
     assert [len(batch) for batch in first] == [4, 4, 3] and len(batches) == 3
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(1, 12)) and first != second
     assert rows(Batches(examples, 4, seed=3)) == first != rows(Batches(examples, 4, seed=4))
+    unfinished = Batches(examples, 4, seed=3)  # as Lightning does, which knows how many there are
+    assert [[idx[:, 0].tolist() for idx, _ in islice(unfinished, 3)] for _ in range(2)] == [first, second]
     interrupted = Batches(examples, 4, seed=3)
     rows(interrupted)
     some = iter(interrupted)
