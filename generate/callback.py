@@ -1,8 +1,7 @@
 """Generates from a model while it is trained, and leaves no trace: a callback for Lightning's Trainer, and a function.
 
 Trainer(callbacks=[GenerateCallback(["Once upon", "The"], tokenizer, every_n_steps=100, max_new_tokens=32)])
-ranks = {"rank": fabric.global_rank, "world_size": fabric.world_size}  # in a loop with Fabric, on every rank
-samples = generate_in_training(model, tokenizer, ["Once upon", "The"], **ranks, max_new_tokens=32)
+generate_in_training(model, tokenizer, ["Once upon"], rank=fabric.global_rank, world_size=fabric.world_size)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from generate.base import generate
 from lit_gen import GPT, Tokenizer
-from lit_gen.samples import Sample, gather, log_samples, share_out
+from lit_gen.samples import Sample, find_model, gather, log_samples, share_out
 from lit_gen.undisturbed import undisturbed
 from lit_gen.utils import UserError, printable
 
@@ -29,17 +28,13 @@ def generate_in_training(
 
     Args:
         model: the model itself, whole on each rank, not wrapped and not packed.
-        rank, world_size: of torch.distributed; all ranks have to call this, and share the prompts.
+        rank, world_size: of torch.distributed; all ranks have to call this, share the prompts, and get all samples.
         settings: those of `generate`.
-
-    Returns:
-        The samples of all prompts, in their order, on every rank.
     """
     requests, own, error = share_out(prompts, tokenizer, rank, world_size), [], None
-    settings = {"stop_ids": tokenizer.stop_ids, "tokenizer": tokenizer, **settings}
     try:
         with undisturbed(model):
-            for row in generate(model, requests, **settings):
+            for row in generate(model, requests, tokenizer=tokenizer, **{"stop_ids": tokenizer.stop_ids, **settings}):
                 prompt = tokenizer.decode(requests[row.prompt_index].prompt)
                 own.append(Sample(row.prompt_index, row.sample, prompt, row.text, row.finish_reason))
     except Exception as problem:  # it is raised as soon as the ranks that wait for this one know of it
@@ -77,11 +72,8 @@ class GenerateCallback(Callback):
         """Finds the model, and what is wrong with prompts and settings before the first step."""
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             raise UserError("GenerateCallback needs the whole model on each rank: train on one device, or with DDP")
-        models = [module for module in pl_module.modules() if isinstance(module, GPT)]
-        if len(models) != 1:
-            raise UserError(f"GenerateCallback needs a LightningModule that holds one GPT, not {len(models)}")
-        self.model, requests = models[0], share_out(self.prompts, self.tokenizer)
-        generate(self.model, requests, **{"tokenizer": self.tokenizer, **self.settings})  # nothing runs yet
+        self.model, how = find_model(pl_module), {"tokenizer": self.tokenizer, **self.settings}
+        generate(self.model, share_out(self.prompts, self.tokenizer), **how)  # nothing runs yet
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = trainer.global_step  # not 0 if training goes on from a checkpoint
@@ -96,15 +88,13 @@ class GenerateCallback(Callback):
             self._generate(trainer, pl_module, on_step=False, on_epoch=True)
 
     def _generate(self, trainer: Trainer, pl_module: LightningModule, **when: bool) -> None:
-        step, precision = trainer.global_step, trainer.precision_plugin
-        how = {"rank": trainer.global_rank, "world_size": trainer.world_size, **self.settings}
+        precision, ranks = trainer.precision_plugin, {"rank": trainer.global_rank, "world_size": trainer.world_size}
         with undisturbed(self.model):  # metrics may use random numbers
             with precision.forward_context() if isinstance(precision, MixedPrecision) else nullcontext():
-                samples = generate_in_training(self.model, self.tokenizer, self.prompts, **how)
+                samples = generate_in_training(self.model, self.tokenizer, self.prompts, **ranks, **self.settings)
             values = {name: float(f([sample.text for sample in samples])) for name, f in self.metrics.items()}
-        for name, value in values.items():
-            pl_module.log(name, value, logger=False, sync_dist=trainer.world_size > 1, **when)
-        for sample in samples:
-            pl_module.print(printable(f"step {step}: {sample.prompt!r} -> {sample.text!r}"))  # of the first rank only
+        pl_module.log_dict(values, logger=False, sync_dist=trainer.world_size > 1, **when)
         if trainer.is_global_zero:
-            log_samples(trainer.loggers, samples, values, step, trainer.current_epoch)
+            log_samples(trainer.loggers, samples, values, trainer.global_step, trainer.current_epoch)
+            for sample in samples:
+                pl_module.print(printable(f"step {trainer.global_step}: {sample.prompt!r} -> {sample.text!r}"))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lit_gen.model import GPT
 from lit_gen.settings import ALL, Request
 from lit_gen.tokenizer import Tokenizer
+from lit_gen.utils import UserError
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -22,6 +24,14 @@ class Sample(NamedTuple):
     prompt: str
     text: str
     finish_reason: str
+
+
+def find_model(module: torch.nn.Module) -> GPT:
+    """The model that a LightningModule holds."""
+    models = [child for child in module.modules() if isinstance(child, GPT)]
+    if len(models) != 1:
+        raise UserError(f"samples can be generated of a LightningModule that holds one GPT, not {len(models)}")
+    return models[0]
 
 
 def share_out(
