@@ -63,8 +63,8 @@ def main(
         raise UserError(f"--quantize {quantize} does not go with --merge false: take int8 or int4")
     loras = {name: load_lora(folder, config, path if check_base else None) for name, folder in paths.items()}
     check_use(config, loras, merge)
-    adapters = {"(merged)" if merge else name: digest(lora) for name, lora in loras.items()}
-    adapters |= {} if merge else {BASE: ""}
+    adapters = {} if merge else {BASE: ""}
+    adapters |= {"(merged)" if merge else name: digest(lora) for name, lora in loras.items()}
 
     def load(dtype: torch.dtype, device: torch.device) -> GPT:
         model = GPT.from_checkpoint(path, dtype, device)

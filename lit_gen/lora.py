@@ -146,8 +146,9 @@ def merge_lora(model: GPT, lora: LoRA) -> GPT:
 
 
 def _sum(weight: Tensor, part: Part) -> Tensor:
-    a, b = part.a.to(weight.device), part.b.to(weight.device)
-    return (weight[part.rows].float() + part.scale * (b @ a)).to(weight.dtype)
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    a, b = part.a.to(weight.device, exact), part.b.to(weight.device, exact)
+    return (weight[part.rows].to(exact) + part.scale * (b @ a)).to(weight.dtype)
 
 
 def _weight(model: GPT, param: str) -> Tensor:

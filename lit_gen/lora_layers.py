@@ -122,5 +122,9 @@ class LoRALinear(nn.Module):
             adapter = self._adapters.ends if self._head else self._adapters.tokens
         x = self.dropout(x)
         for update in self.updates:
-            y[..., update.rows] += update(x, adapter)
+            added = update(x, adapter)
+            if added.size(-1) == y.size(-1):
+                y = y + added
+            else:
+                y[..., update.rows] += added
         return y

@@ -54,8 +54,10 @@ def attach_loras(model: GPT, loras: Mapping[str, LoRA], default: str | None = No
 
 def linear_at(model: GPT, name: str) -> nn.Module:
     """A layer that can get updates beside it."""
+    stem, _, last = name.rpartition(".")
     try:
-        linear, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        parent = model.get_submodule(stem)
+        linear = getattr(parent, last)
     except AttributeError:
         raise UserError(f"the LoRA has {name}, and the model has not: it is for another model") from None
     if isinstance(parent, MoE) or isinstance(linear, LoRALinear) or not hasattr(linear, "in_features"):
@@ -72,7 +74,10 @@ def _updates(adapters: list[list[Part]], name: str, like: Tensor) -> list[LowRan
         parts = [(i, part) for i, own in enumerate(adapters, start=1) for part in own if part.rows == rows]
         owner = torch.tensor([i for i, part in parts for _ in part.a])  # (R,)
         used = torch.arange(len(adapters) + 1)[:, None] == owner  # (adapters + 1, R)
-        a, b = torch.cat([part.a for _, part in parts]), torch.cat([part.b * part.scale for _, part in parts], dim=1)
+        a, b = (
+            torch.cat([part.a for _, part in parts]),
+            torch.cat([part.b.double() * part.scale for _, part in parts], dim=1),
+        )
         a, b = a.to(like.device, like.dtype), b.to(like.device, like.dtype)
         if not (a.isfinite().all() and b.isfinite().all()):
             raise UserError(f"the LoRA of {name} exceeds the range of {like.dtype}; take bfloat16 or float32")
