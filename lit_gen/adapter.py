@@ -211,6 +211,11 @@ class AdapterFile:
             if not (value := self._reader.read(name)).is_floating_point() or value.dtype.itemsize < 2:
                 raise UserError(f"{self.file}: {name} is stored as {value.dtype}, which is no float of 16 or 32 bits")
 
+    @property
+    def prefix_counts(self) -> bool:
+        """Whether a gate of the prefix is open."""
+        return any(self._reader.read(name).any() for name in self._reader.shapes if name.endswith("prefix.gate"))
+
     @torch.no_grad()
     def copy(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         for name, target in targets:

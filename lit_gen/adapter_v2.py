@@ -22,6 +22,8 @@ from lit_gen.quantize import QuantizedLinear
 from lit_gen.utils import UserError
 
 METHOD, FILE = "adapter_v2", "lit_model_adapter_v2.safetensors"
+UNFOLDABLE = "the trained prefix of an adapter cannot be folded into a checkpoint"
+UNFOLDABLE += ": generate with generate/adapter_v2.py, or train with --adapter_length 0"
 
 
 class AdapterV2Linear(nn.Module):
@@ -128,10 +130,8 @@ def fold_adapter_v2(model: GPT) -> GPT:
     Raises:
         UserError: it has a prefix that does something, for which an ordinary model has no place, or quantised weights.
     """
-    gates = [block.attn.prefix.gate for block in model.h if block.attn.prefix is not None]
-    if any(gate.any() for gate in gates):
-        remedy = "generate with generate/adapter_v2.py, or train with --adapter_length 0"
-        raise UserError(f"the trained prefix of an adapter cannot be folded into a checkpoint: {remedy}")
+    if any(block.attn.prefix is not None and block.attn.prefix.gate.any() for block in model.h):
+        raise UserError(UNFOLDABLE)
     wrapped = _wrapped(model)
     assert wrapped and not model.by_token, "fold_adapter_v2 takes a model with an adapter v2 that is not packed"
     for name, module in wrapped.items():

@@ -130,7 +130,7 @@ def test_weights_trained_in_between_are_seen_by_the_next_generation(tiny_llama: 
     model.set_kv_cache(1, 64)  # the same memory, set up again
     idx = torch.tensor([[1, 2, 3]])
     before = model(idx, rows=slice(0, 1))
-    model.h[1].attn.prefix.gate.mul_(-1)
+    model.h[1].attn.prefix.weight.mul_(-1)
     model.set_kv_cache(1, 64)
     assert not torch.equal(model(idx, rows=slice(0, 1)), before)
 
@@ -156,6 +156,7 @@ def test_training_computes_the_prefix_at_every_step(tiny_llama: GPT) -> None:
                 model.set_kv_cache(1, 16)
                 with torch.inference_mode():
                     model(torch.tensor([[1, 2]]), rows=slice(0, 1))
+                assert not any(t.is_inference() for t in model.h[0].attn.kv_cache.prefix)
     assert losses[0] == losses[1] == losses[2] and losses[0][-1] < losses[0][0]
     assert all(block.attn.prefix.weight.grad.abs().sum() > 0 for block in model.h)
 

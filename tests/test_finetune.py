@@ -1,6 +1,5 @@
 """Fine-tuning from end to end: what is learnt is what is generated; resumed jobs end with the same bits."""
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ from conftest import llama_config, randomized, save_byte_tokenizer
 from safetensors.torch import load_file
 
 from generate import adapter, adapter_v2, base, lora
-from lit_gen.adapter_v2 import fold_adapter_v2, load_adapter_v2
-from lit_gen.config import Config
 from lit_gen.examples import read_examples
 from lit_gen.export import save_lit
 from lit_gen.finetuning import FILES
@@ -21,7 +18,7 @@ from lit_gen.model import GPT
 from lit_gen.quantize import quantize_model
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import run_cli
-from scripts import finetune, merge_lora
+from scripts import finetune, merge_adapter_v2, merge_lora
 
 METHODS = ["full", "lora", "adapter", "adapter_v2"]
 SCRIPTS = {"lora": (lora, "--lora_path"), "adapter": (adapter, "--adapter_path")}
@@ -137,8 +134,8 @@ def test_an_adapter_v2_without_prefix_folds_into_a_checkpoint(checkpoint: Path, 
     line = train(capsys, **options, out_dir=out, **(LEARN | {"adapter_length": 0}), learning_rate=3e-2)
     assert line["val_loss_after"] < 0.8 * line["val_loss_before"]
     expected = texts(capsys, adapter_v2, checkpoint, "--adapter_path", out)
-    folded = fold_adapter_v2(load_adapter_v2(GPT.from_checkpoint(checkpoint), out))
-    save_lit(folded, tmp_path / "folded", checkpoint)
+    folded = {"checkpoint_dir": checkpoint, "adapter_path": out, "out_dir": tmp_path / "folded"}
+    assert cli(capsys, merge_adapter_v2, **folded)[0] == 0
     assert texts(capsys, base, tmp_path / "folded") == expected != texts(capsys, base, checkpoint)
 
 
@@ -287,7 +284,6 @@ def test_stories_from_end_to_end(method: str, stories: Path, tmp_path: Path, cap
         assert cli(capsys, merge_lora, **merged)[0] == 0
         assert texts(capsys, base, tmp_path / "merged", **asked) == tuned
     if method == "adapter_v2":
-        folded = fold_adapter_v2(load_adapter_v2(GPT.from_checkpoint(stories), tmp_path / "out"))
-        save_lit(copy.deepcopy(folded), tmp_path / "folded", stories)
-        assert Config.from_json(tmp_path / "folded/lit_config.json") == folded.config
+        folded = {"checkpoint_dir": stories, "adapter_path": tmp_path / "out", "out_dir": tmp_path / "folded"}
+        assert cli(capsys, merge_adapter_v2, **folded)[0] == 0
         assert texts(capsys, base, tmp_path / "folded", **asked) == tuned
