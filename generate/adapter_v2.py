@@ -2,7 +2,7 @@
 
 python generate/adapter_v2.py --adapter_path out/v2 --checkpoint_dir checkpoints/Qwen3-0.6B --prompts "Hello"
 
-An adapter without a prefix (trained with --adapter_length 0) can be folded into a checkpoint of its own, which
+An adapter without a prefix (trained with --adapter.length 0) can be folded into a checkpoint of its own, which
 generate/base.py reads: scripts/merge_adapter_v2.py.
 """
 

@@ -23,7 +23,7 @@ from lit_gen.utils import UserError
 
 METHOD, FILE = "adapter_v2", "lit_model_adapter_v2.safetensors"
 UNFOLDABLE = "the trained prefix of an adapter cannot be folded into a checkpoint"
-UNFOLDABLE += ": generate with generate/adapter_v2.py, or train with --adapter_length 0"
+UNFOLDABLE += ": generate with generate/adapter_v2.py, or train with --adapter.length 0"
 
 
 class AdapterV2Linear(nn.Module):

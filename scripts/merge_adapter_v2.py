@@ -4,7 +4,7 @@
     python generate/base.py --checkpoint_dir out/merged --prompts "Hello"
 
 Scales, biases and norms can be folded, a prefix cannot: an ordinary checkpoint has no place for it. So an adapter is
-refused that was trained with one (scripts/finetune.py --adapter_length 0 trains without). The folder stays a lit one:
+refused that was trained with one (scripts/finetune.py --adapter.length 0 trains without). The folder stays a lit one:
 its layers have biases that a Hugging Face config of the family may not know.
 """
 

@@ -106,7 +106,7 @@ def test_folded_is_unfolded_in_every_family(family: Callable, name: str, tmp_pat
 def test_gates_that_are_zero_fold_away_and_others_are_refused(tiny_llama: GPT) -> None:
     model, idx = trained(tiny_llama), torch.tensor([[1, 2, 3, 4]])
     before = model(idx)
-    with pytest.raises(UserError, match="cannot be folded .* generate/adapter_v2.py, or train with --adapter_length 0"):
+    with pytest.raises(UserError, match="cannot be folded .* generate/adapter_v2.py, or train with --adapter.length 0"):
         fold_adapter_v2(model)
     assert torch.equal(model(idx), before)
     model.h[1].attn.prefix.gate.zero_()

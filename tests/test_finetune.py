@@ -77,8 +77,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     return folder / "model"
 
 
-LEARN = {"epochs": 12, "batch_size": 8, "val_rows": 8, "adapter_start_layer": 0}
-LEARN |= {"lora_targets": ["all", "lm_head"], "lora_r": 16, "sample_prompts": PROMPTS, "sample_tokens": 8}
+LEARN = {"epochs": 12, "batch_size": 8, "val_rows": 8, "adapter.start_layer": 0}
+LEARN |= {"lora.targets": ["all", "lm_head"], "lora.r": 16, "sample_prompts": PROMPTS, "sample_tokens": 8}
 RATES = {"full": 5e-3, "lora": 1e-2, "adapter": 3e-2, "adapter_v2": 3e-2}
 
 
@@ -94,7 +94,7 @@ def test_what_is_learnt_is_generated_by_the_method_s_script(
     method: str, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out_dir = tmp_path / "out"
-    how = LEARN | ({"lora_targets": ["all"]} if method == "lora" else {})  # the head is tied
+    how = LEARN | ({"lora.targets": ["all"]} if method == "lora" else {})  # the head is tied
     options = {"data": data, "checkpoint_dir": checkpoint, "out_dir": out_dir, "method": method}
     line = train(capsys, **options, **how, learning_rate=RATES[method], sample_every=20)
     assert (line["rows"], line["held_out"], line["steps"]) == (32, 8, 48)
@@ -117,7 +117,7 @@ def test_what_is_learnt_is_generated_by_the_method_s_script(
 
 
 def test_a_merged_lora_gives_base_py_the_same_texts(checkpoint: Path, data: Path, tmp_path: Path, capsys) -> None:
-    how = LEARN | {"lora_targets": ["q", "v", "fc"], "epochs": 6}
+    how = LEARN | {"lora.targets": ["q", "v", "fc"], "epochs": 6}
     options = {"data": data, "checkpoint_dir": checkpoint, "out_dir": tmp_path / "out", "learning_rate": 1e-2}
     train(capsys, **options, **how)
     expected = texts(capsys, lora, checkpoint, "--lora_path", tmp_path / "out")
@@ -131,7 +131,7 @@ def test_a_merged_lora_gives_base_py_the_same_texts(checkpoint: Path, data: Path
 
 def test_an_adapter_v2_without_prefix_folds_into_a_checkpoint(checkpoint: Path, data: Path, tmp_path, capsys) -> None:
     out, options = tmp_path / "out", {"data": data, "checkpoint_dir": checkpoint, "method": "adapter_v2"}
-    line = train(capsys, **options, out_dir=out, **(LEARN | {"adapter_length": 0}), learning_rate=3e-2)
+    line = train(capsys, **options, out_dir=out, **(LEARN | {"adapter.length": 0}), learning_rate=3e-2)
     assert line["val_loss_after"] < 0.8 * line["val_loss_before"]
     expected = texts(capsys, adapter_v2, checkpoint, "--adapter_path", out)
     folded = {"checkpoint_dir": checkpoint, "adapter_path": out, "out_dir": tmp_path / "folded"}
@@ -162,11 +162,11 @@ def test_a_resumed_job_ends_with_the_same_bits(
     options |= {
         "epochs": 9,
         "save_every": save_every,
-        "adapter_start_layer": 1,
+        "adapter.start_layer": 1,
         "sample_prompts": ["Tom"],
         "sample_every": 3,
     }
-    options |= {"sample_tokens": 4, "lora_dropout": 0.2, "val_rows": 8}
+    options |= {"sample_tokens": 4, "lora.dropout": 0.2, "val_rows": 8}
     train(capsys, **options, out_dir=tmp_path / "whole", max_steps=14)
     train(capsys, **options, out_dir=tmp_path / "parts", max_steps=10)  # the last checkpoint is of step 8 or 9
     (tmp_path / "parts" / FILES[method]).unlink()
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_holds_code_is_not_run(checkpoint: Path, data: Path, t
 @pytest.mark.parametrize("method", METHODS)
 def test_16_bits_train_too(method: str, precision: str, checkpoint: Path, data: Path, tmp_path: Path, capsys) -> None:
     options = {"data": data, "checkpoint_dir": checkpoint, "out_dir": tmp_path / "out", "method": method}
-    options |= {"epochs": 4, "batch_size": 8, "learning_rate": RATES[method], "adapter_start_layer": 0}
+    options |= {"epochs": 4, "batch_size": 8, "learning_rate": RATES[method], "adapter.start_layer": 0}
     line = train(capsys, **options, precision=precision, sample_prompts=["Tom"], sample_every=8, sample_tokens=4)
     assert line["val_loss_after"] < line["val_loss_before"]
     tensors = load_file(tmp_path / "out" / FILES[method])
@@ -238,10 +238,10 @@ def test_bad_input_is_one_line_before_weights_are_read(
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_length": 3}, "raise --max_length"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"lora_r": 0}, "rank >= 1"),
-        ({"lora_targets": ["q", "x"]}, "unknown: 'x'"),
-        ({"method": "adapter", "adapter_start_layer": 3}, "would change nothing in a model of 3 layers"),
-        ({"method": "adapter", "adapter_length": 0}, "would change nothing"),
+        ({"lora.r": 0}, "rank >= 1"),
+        ({"lora.targets": ["q", "x"]}, "unknown: 'x'"),
+        ({"method": "adapter", "adapter.start_layer": 3}, "would change nothing in a model of 3 layers"),
+        ({"method": "adapter", "adapter.length": 0}, "would change nothing"),
         ({"method": "lora2"}, "method"),
         ({"chat": True}, "no chat template"),
     ):
@@ -267,8 +267,8 @@ def test_stories_from_end_to_end(method: str, stories: Path, tmp_path: Path, cap
     pairs = [{"prompt": f"{n} had a {t}.", "response": ending.format(n, t)} for n, t in rows]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     options = {"data": file, "checkpoint_dir": stories, "out_dir": tmp_path / "out", "method": method}
-    options |= {"epochs": 12, "val_rows": 4, "adapter_length": 0 if method == "adapter_v2" else 10}
-    options |= {"lora_targets": ["all"], "learning_rate": {"adapter": 3e-2}.get(method, 1e-2)}
+    options |= {"epochs": 12, "val_rows": 4, "adapter.length": 0 if method == "adapter_v2" else 10}
+    options |= {"lora.targets": ["all"], "learning_rate": {"adapter": 3e-2}.get(method, 1e-2)}
     line = train(capsys, **options)
     assert line["val_loss_after"] < (0.9 if method == "adapter" else 0.2) * line["val_loss_before"]
     asked = {"prompts": ["Tom had a cake.", "Sue had a dog.", "Once upon a time"], "max_new_tokens": 40}

@@ -46,7 +46,7 @@ def test_what_cannot_be_folded_is_refused_before_weights_are_read(
     for wrong, message in (
         (
             {},
-            "folded into a checkpoint: generate with generate/adapter_v2.py, or train with --adapter_length 0",
+            "folded into a checkpoint: generate with generate/adapter_v2.py, or train with --adapter.length 0",
         ),
         ({"adapter_path": tmp_path / "none"}, "there is no adapter at"),
         ({"checkpoint_dir": tmp_path / "int8"}, "has int8 weights, into which no adapter can be folded"),
