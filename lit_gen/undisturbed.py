@@ -15,8 +15,7 @@ def undisturbed(model: GPT) -> Iterator[None]:
     """Within, the model is in eval mode; afterwards all is as it was, also when an exception comes out.
 
     That is: train or eval mode of each module, caches (those of a generation that is under way, too) and what belongs
-    to them, and the random states of PyTorch (all devices), NumPy and Python. Weights that autocast has rounded for
-    training are not used, nor are any kept for it.
+    to them, and the random states of PyTorch (all devices), NumPy and Python.
     """
     modes = [(module, module.training) for module in model.modules()]
     caches = [(block.attn, block.attn.kv_cache) for block in model.h]
@@ -24,14 +23,11 @@ def undisturbed(model: GPT) -> Iterator[None]:
     kept += [(model.loras, "rows", model.loras.rows)] if model.loras is not None else []
     cpu, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = np.random.get_state(), random.getstate()
-    device = model.wte.weight.device.type
     try:
         for attn, _ in caches:
             attn.kv_cache = None
         model.eval()
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        with torch.autocast(device, dtype, enabled, cache_enabled=False):
-            yield
+        yield
     finally:
         for attn, cache in caches:
             attn.kv_cache = cache
