@@ -7,7 +7,7 @@ Read it from top to bottom: next_token, prefill, generate, decode (the loop), ru
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,14 +55,13 @@ def generate(
 
     Args:
         model: its cache is set up here and dropped at the end.
-        prompts: token ids, (T,) each, of any lengths, or a `Request` with settings of its own. A list is checked
-            before any work; of an iterator prompts are taken when there is room for them.
+        prompts: token ids, (T,), or a `Request` each; a list is checked before any work, an iterator read bit by bit.
         stop_ids: ids that end a row, such as `tokenizer.stop_ids`.
         tokenizer: if given, rows have `row.text`; stops that are texts need it.
         stats: is filled in.
         settings: those of `make_batch` (how many rows run at a time, ...) and of `Settings` (temperature, ...).
     """
-    batch = make_batch(prompts, model.config, stop_ids=stop_ids, tokenizer=tokenizer, **settings)
+    batch = make_batch(prompts, model.config, loras=model.adapters, stop_ids=stop_ids, tokenizer=tokenizer, **settings)
     return decode(model, batch, Stats() if stats is None else stats)
 
 
@@ -123,6 +122,7 @@ def run(
     quantize: Quantize | None = None,
     batch_invariant: bool | Literal["auto"] = "auto",
     compile: bool = False,
+    adapters: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> None:
     """Answers prompts: texts go to stdout in the order of the prompts, or lines to a file; numbers to stderr.
@@ -137,19 +137,20 @@ def run(
         stats_json: File to write the numbers to.
         batch_invariant: true proves that rows get the same bits in every batch or ends; false does not look.
         compile: Use torch.compile, which pays for long jobs on a GPU.
+        adapters: what is loaded beside the checkpoint, by the names that rows may give: a digest of each.
     """
     device, dtype, precision = fabric.device, parameter_dtype(fabric), fabric.strategy.precision.precision
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
     format = weight_format(checkpoint_dir, quantize, precision)  # None: not quantised, or by Fabric
     kind = f"{precision} {format or quantize or ''}".strip()
-    answers = Answers(prompts, checkpoint_dir, settings, kind, device, **options)
+    own = {"loras": adapters} if adapters else {}
+    answers = Answers(prompts, checkpoint_dir, settings | own, kind, device, **options)
     if answers.finished:
         return
     with answers:
         plan = plan_batch(answers.config, dtype, device, answers.longest, answers.n_rows, max_batch_size, format)
         print(plan, file=sys.stderr)
-        start = time.perf_counter()
-        model = prepare_model(fabric, load, format, batch_invariant, compile)
+        start, model = time.perf_counter(), prepare_model(fabric, load, format, batch_invariant, compile)
         stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
         answer(model, answers, plan, stats, **settings)
     stats.publish(device, stats_json)
@@ -191,9 +192,8 @@ def main(
         precision: By default 32-true on a CPU, and 16 bits on a GPU.
         quantize: Keep the weights of linear layers in 8 or 4 bits; nf4 and bnb-int8 are for GPUs.
     """
-    path = checkpoint_dir or fetch_default_model()
-    fabric = setup_fabric(precision, quantize)
-    run(fabric, path, lambda *how: GPT.from_checkpoint(path, *how), prompts, quantize=quantize, **kwargs)
+    path, fabric = checkpoint_dir or fetch_default_model(), setup_fabric(precision, quantize)
+    run(fabric, path, lambda *how: GPT.from_checkpoint(path, *how), prompts, quantize=quantize, adapters=None, **kwargs)
 
 
 if __name__ == "__main__":

@@ -192,6 +192,8 @@ class Batch:
         if self.changed:
             model.resize_kv_cache(*self.shape)
             model.set_row_length([row.columns for row in self.running])
+            if model.loras is not None:
+                model.loras.set_rows([row.settings.lora for row in self.running], model.wte.weight.device)
         return model.cache_epoch
 
     def push_pieces(self, tokens: Sequence[int], logprobs: Iterable[LogProb | None]) -> None:

@@ -134,6 +134,7 @@ class KVCache(nn.Module):
 
     def __init__(self, n_rows: int, n_query_groups: int, max_seq_length: int, head_size: int, **factory) -> None:
         super().__init__()
+        self.prefix: tuple[Tensor, Tensor] | None = None  # see `adapter.Prefix`; it lasts as long as this generation
         shape = (n_rows, n_query_groups, max_seq_length, head_size)
         # zeros, not empty: a masked column has weight 0, and 0 times an old NaN would still be NaN
         self.register_buffer("k", torch.zeros(shape, **factory), persistent=False)  # (rows, ng, S, hs)

@@ -22,7 +22,7 @@ from lit_gen.quantize import Format, empty, format_of, quantize_model, stored_te
 from lit_gen.shards import BinReader, Reader, SafetensorsReader
 from lit_gen.utils import UserError, read_json
 
-LIT_CONFIG, LIT_MODEL = "lit_config.json", "lit_model.safetensors"
+LIT_CONFIG, LIT_MODEL, MERGED = "lit_config.json", "lit_model.safetensors", "merged_lora"
 CHUNK_BYTES = 2 * 2**20  # read at a time
 
 
@@ -155,6 +155,7 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> G
             target = targets[place.param]
             _copy(reader, name, target[place.at] if place.at else target, config if place.grouped else None)
     _check_tied_head(model, reader, lit)
+    model.merged = set(reader.metadata.get(MERGED, "").split()) if lit else set()
     return model.requires_grad_(False).eval()
 
 

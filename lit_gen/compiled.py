@@ -92,8 +92,8 @@ def register_kernels(kernels: Kernels) -> None:
     @operator("attend", lambda q, *rest: q.new_empty(q.size(0), q.size(1) * q.size(2)), ("k_cache", "v_cache"))
     def attend(
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
         k_cache: Tensor,

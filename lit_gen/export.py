@@ -7,7 +7,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_gen.checkpoint import LIT_CONFIG, LIT_MODEL, gguf_file
+from lit_gen.checkpoint import LIT_CONFIG, LIT_MODEL, MERGED, gguf_file
+from lit_gen.config import Config
 from lit_gen.gguf import GGUFCheckpoint
 from lit_gen.hf_weights import export_tensors
 from lit_gen.model import GPT
@@ -24,7 +25,8 @@ def save_lit(model: GPT, folder: Path, source: Path) -> None:
     """Writes a lit folder; a tied head is not stored twice. Tokenizer and config files come along from `source`."""
     copy_files(source, folder)
     tensors = {name: tensor.contiguous() for name, tensor in stored_tensors(model).items()}
-    save_file(tensors, folder / LIT_MODEL, metadata_of(model))
+    merged = {MERGED: " ".join(sorted(model.merged))} if model.merged else {}
+    save_file(tensors, folder / LIT_MODEL, metadata_of(model) | merged)
     model.config.to_json(folder / LIT_CONFIG)
 
 
@@ -35,6 +37,8 @@ def save_hf(model: GPT, folder: Path, source: Path) -> None:
     copy_files(source, folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{source} has no config.json to give the Hugging Face folder; put the original one there")
+    if Config.from_hf(folder) != model.config:  # as of an adapter v2 that was folded in: biases would be lost unnoticed
+        raise UserError(f"{source}/config.json describes another model than its weights: it can only be a lit folder")
     shard: dict[str, Tensor] = {}
     shards = [shard]
     for name, tensor in export_tensors(dict(model.named_parameters()), model.config):

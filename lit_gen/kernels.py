@@ -205,8 +205,8 @@ class Kernels:
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rope: tuple[Tensor, Tensor] | None,
         cache: tuple[Tensor, Tensor],
         row: Tensor,
@@ -220,7 +220,8 @@ class Kernels:
         """Rotates q and k, writes k and v to the cache, and attends: each of N tokens to its own row's columns.
 
         Args:
-            q: (N, nh, hs), k and v (N, ng, hs); the elements of a token are contiguous.
+            q: (N, nh, hs), k and v (N, ng, hs); the elements of a token are contiguous. k and v may be None:
+                then nothing is written, and each token sees what the cache holds.
             rope: cos and signed sin (`rope.signed_sin`), (N, n_elem) each; None: q and k are not rotated.
             cache: keys and values, (rows, ng, S, hs) each.
             row: (N,) int64 cache row of each token.
@@ -232,12 +233,11 @@ class Kernels:
         if torch.compiler.is_compiling():
             cos, sin = rope or (None, None)
             return torch.ops.lit_gen.attend(q, k, v, cos, sin, *cache, row, position, scale, softcap, kind, window)
-        (N, nh, hs), ng = q.shape, k.size(1)
-        (cos, sin), (k_cache, v_cache), dtype = rope or (q, q), cache, q.dtype
+        (N, nh, hs), (cos, sin), (k_cache, v_cache), dtype = q.shape, rope or (q, q), cache, q.dtype
         for x in (k, v, cos, sin, k_cache, v_cache):  # what C++ takes for another dtype would run out of it
-            assert x.dtype is dtype, f"one dtype is wanted, not {dtype} and {x.dtype}"
-        n_elem, strides = cos.size(-1) if rope else 0, (q.stride(0), k.stride(0), v.stride(0))
-        sizes = (N, nh, ng, hs, k_cache.size(2), n_elem, *strides, KINDS[kind], window or 1)
+            assert x is None or x.dtype is dtype, f"one dtype is wanted, not {dtype} and {x.dtype}"
+        n_elem, strides = cos.size(-1) if rope else 0, [0 if x is None else x.stride(0) for x in (q, k, v)]
+        sizes = (N, nh, k_cache.size(1), hs, k_cache.size(2), n_elem, *strides, KINDS[kind], window or 1)
         out = q.new_empty(N, nh * hs)
         tensors = (row, position, q, k, v, cos, sin, k_cache, v_cache, out)
         self._call(ATTEND, DTYPES[dtype], *sizes, float(scale), float(softcap or 0.0), *tensors)

@@ -19,6 +19,7 @@ from lit_gen.cache import KVCache, Step, additive, visible
 from lit_gen.config import Config
 from lit_gen.kernels import Kernels
 from lit_gen.layers import MLP, MoE, Norm, Residual
+from lit_gen.lora_layers import RowLoRA
 from lit_gen.rope import apply_rope, rope_table, signed_sin
 
 
@@ -42,29 +43,19 @@ class CausalSelfAttention(nn.Module):
         self.rope, self.kind, self.window = config.rope_layers[layer], config.layer_types[layer], config.window
         self.kv_cache: KVCache | None = None
         self.kernels: Kernels | None = None  # set by `pack_model`
+        self.prefix: nn.Module | None = None  # set by `add_adapter`
 
     def forward(
         self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict[str, Tensor | None], step: Step | None
     ) -> Tensor:
         B, T, _ = x.shape
         nh, ng, hs = self.n_head, self.n_query_groups, self.head_size
-        qkv = self.qkv(x)  # (B, T, (nh + 2 * ng) * hs)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        qk, v = qkv.view(B, T, nh + 2 * ng, hs).split((nh + ng, ng), dim=2)  # (B, T, nh + ng, hs), (B, T, ng, hs)
-        q, k = qk.split((nh, ng), dim=2)
-        if self.norm_q is not None:
-            if self.norm_full:  # over all heads at once
-                q, k = q.flatten(2), k.flatten(2)
-            q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
+        q, k, v = self.project(x)  # (B, T, nh or ng, hs)
         if step is not None and step.row is not None:
             return self.proj(self._attend_tokens(q, k, v, ropes, step).view(B, T, nh * hs))
-        if self.norm_q is not None:
-            qk = torch.cat((q, k), dim=2).to(v.dtype)  # under autocast a LayerNorm gives float32
         if self.rope >= 0:
             cos, sin = ropes[self.rope]  # (B or 1, T, 1, n_elem)
-            qk = apply_rope(qk, cos, sin)
-        q, k = qk.split((nh, ng), dim=2)
+            q, k = apply_rope(torch.cat((q, k), dim=2), cos, sin).split((nh, ng), dim=2)
         if step is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, ng, T, hs)
         elif step.fresh:  # fresh rows see their own tokens only, which are at hand
@@ -72,15 +63,33 @@ class CausalSelfAttention(nn.Module):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
             k, v = self.kv_cache.update(k, v, step)  # (B, ng, S, hs)
-        y = attend(q.transpose(1, 2), k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
+        q = q.transpose(1, 2)
+        y = attend(q, k, v, masks[self.kind], self.scale, self.softcap)  # (B, nh, T, hs)
+        if self.prefix is not None:
+            y = self.prefix(y, q, self, step)
         return self.proj(y.transpose(1, 2).reshape(B, T, nh * hs))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, nh, hs), keys (B, T, ng, hs), not yet rotated, and values (B, T, ng, hs) of x (B, T, C)."""
+        B, T, _ = x.shape
+        nh, ng, hs = self.n_head, self.n_query_groups, self.head_size
+        qkv = self.qkv(x)  # (B, T, (nh + 2 * ng) * hs)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        q, k, v = qkv.view(B, T, nh + 2 * ng, hs).split((nh, ng, ng), dim=2)
+        if self.norm_q is not None:
+            if self.norm_full:  # over all heads at once
+                q, k = q.flatten(2), k.flatten(2)
+            q, k = self.norm_q(q).view(B, T, nh, hs), self.norm_k(k).view(B, T, ng, hs)
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast a LayerNorm gives float32
 
     def _attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, ropes: list[tuple[Tensor, Tensor]], step: Step) -> Tensor:
         """The same by the C++ kernels, each token by itself: (B * T, nh * hs)."""
         rope, cache = ropes[self.rope] if self.rope >= 0 else None, (self.kv_cache.k, self.kv_cache.v)
         where = {"kind": self.kind, "window": self.window, "scale": self.scale, "softcap": self.softcap}
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * T, nh or ng, hs)
-        return self.kernels.attend(q, k, v, rope, cache, step.row, step.position, **where)
+        y = self.kernels.attend(q, k, v, rope, cache, step.row, step.position, **where)
+        return y if self.prefix is None else self.prefix.add_to_tokens(y, q, rope, self)
 
 
 class Block(nn.Module):
@@ -122,6 +131,8 @@ class GPT(nn.Module):
         self.cache_version = 0  # how often their memory may have changed
         self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
         self._tables: list[tuple[Tensor, Tensor]] = []
+        self.loras: RowLoRA | None = None  # which adapter each row has, if there are some beside the weights
+        self.merged: set[str] = set()  # digests of those that are in the weights
 
     @classmethod
     def from_checkpoint(
@@ -161,6 +172,7 @@ class GPT(nn.Module):
         if cache is not None and (cache.k.shape, cache.k.device, cache.k.dtype) == same:
             cache.k.zero_()
             cache.v.zero_()
+            cache.prefix = None
         else:
             attn.kv_cache = None  # the old memory goes before the new is taken
             attn.kv_cache = KVCache(*shape, dtype=self._compute_dtype(), device=attn.qkv.weight.device)
@@ -197,6 +209,8 @@ class GPT(nn.Module):
         for block in self.h:
             block.attn.kv_cache = None
         self.row_length, self.mask_cache = None, {}
+        if self.loras is not None:
+            self.loras.set_rows(None)
 
     def forward(
         self,
@@ -251,6 +265,8 @@ class GPT(nn.Module):
         last: Tensor | None,
     ) -> Tensor:
         """The part of `forward` that is the same for all calls, and that may be compiled."""
+        if self.loras is not None:
+            self.loras.enter(step, last)
         x = self.wte(idx)  # (B, T, C)
         if self.config.embedding_scale != 1.0:  # rounded to the model's dtype first, as Gemma was trained
             x = x * x.new_tensor(self.config.embedding_scale)
@@ -301,6 +317,11 @@ class GPT(nn.Module):
     def by_token(self) -> bool:
         """Whether kernels take the tokens of a call one by one, so that they may belong to any rows."""
         return self.h[0].attn.kernels is not None
+
+    @property
+    def adapters(self) -> list[str]:
+        """The adapters that rows may ask for."""
+        return [] if self.loras is None else self.loras.names
 
     def _compute_dtype(self) -> torch.dtype:
         device = self.wte.weight.device.type

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_gen.layers import MoE
+from lit_gen.lora_layers import LowRank
 from lit_gen.model import GPT
 from lit_gen.utils import UserError
 
@@ -161,9 +162,10 @@ def quantize_model(model: GPT, format: Format, make: Callable[[Tensor, Format, s
     for name, module in list(model.named_modules()):
         parent, _, child = name.rpartition(".")
         parent = model.get_submodule(parent)
-        router = isinstance(parent, MoE)  # experts are in lists of their own
-        if isinstance(module, nn.Linear) and not router:
-            kept = make(module.weight.detach(), "int8" if name == "lm_head" else format, f"{name}.weight")
+        small = isinstance(parent, MoE | LowRank)  # a router (experts are in lists of their own), or a LoRA
+        if isinstance(module, nn.Linear) and not small:
+            head = name.startswith("lm_head")
+            kept = make(module.weight.detach(), "int8" if head else format, f"{name}.weight")
             setattr(parent, child, QuantizedLinear(kept, module.in_features, module.bias))
     return model
 
@@ -199,10 +201,10 @@ def stored_tensors(model: GPT) -> dict[str, Tensor]:
     return tensors
 
 
-def metadata_of(model: GPT) -> dict[str, str] | None:
-    """What the file says about its weights; None if they are not quantised."""
+def metadata_of(model: GPT) -> dict[str, str]:
+    """What the file says about its weights, if they are quantised."""
     format = model_format(model)
-    return {"int8": {"quantize": "int8"}, "int4": {"quantize": "int4", "group_size": str(GROUP)}}.get(format)
+    return {"int8": {"quantize": "int8"}, "int4": {"quantize": "int4", "group_size": str(GROUP)}}.get(format, {})
 
 
 def format_of(metadata: dict[str, str], file: object) -> Format | None:

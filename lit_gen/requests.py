@@ -37,6 +37,7 @@ def make_batch(
     padding_side: Side = None,
     speculate: int = 0,
     ignore_eos: bool = False,
+    loras: Collection[str] = (),
     stop_ids: Collection[int] = frozenset(),
     tokenizer: Tokenizer | None = None,
     processors: Sequence[Processor] = (),
@@ -56,6 +57,7 @@ def make_batch(
         padding_side: Prefill prompts as one padded rectangle, not each alone at its own length.
         speculate: Check up to so many guesses of each row in a step, taken from its own text, where that pays.
         ignore_eos: Go on after the model's end tokens, to measure speed.
+        loras: names of adapters that prompts may ask for.
         processors: f(tokens (1, T), logits (1, V)) -> logits, called for each row before its token is chosen.
         on_text: called with a row and the next piece of its text.
         on_step: called between two steps; what it raises ends the job.
@@ -68,7 +70,7 @@ def make_batch(
         counts["speculate"] = speculate
     _check_options(truncate, padding_side, stop_ids, processors, counts | {"max_cache_columns": max_cache_columns})
     asked = with_settings(prompts, n=num_samples, **settings)
-    limits = Limits(config, tokenizer is not None, truncate)
+    limits = Limits(config, tokenizer is not None, truncate, loras)
     if isinstance(asked, list):
         if not asked:
             raise UserError("there is no prompt: give at least one")
@@ -128,6 +130,7 @@ class Limits:
     config: Config
     texts: bool = True  # whether rows will have a text, which stops may need
     truncate: Truncate = None
+    loras: Collection[str] = ()
 
 
 def resolve(request: Request, place: int, settings: Settings, limits: Limits) -> tuple[list[int], Settings]:
@@ -147,6 +150,9 @@ def resolve(request: Request, place: int, settings: Settings, limits: Limits) ->
         raise UserError(f"{where}: {error}") from None
     if not limits.texts and any(isinstance(stop, str) for stop in own.stop):
         raise UserError("stop texts need the text of a row: pass tokenizer=")
+    if own.lora is not None and own.lora not in limits.loras:
+        there = f"there is {', '.join(limits.loras):.200}" if limits.loras else "none was loaded by name"
+        raise UserError(f"{where} asks for the adapter {own.lora!r:.40}, but {there}")
     prompt = _token_ids(request.prompt)
     if not prompt:
         raise UserError(f"{where} has no tokens: give it at least one, such as the tokenizer's bos_id")

@@ -30,6 +30,7 @@ class Settings:
         seed: a sampled row depends on it, on its prompt and its number, never on its neighbours.
         n: rows (samples) of this prompt, up to 10,000.
         logprobs: report the log-probability of each new token, and those of so many best ones; None reports nothing.
+        lora: name of the adapter, of those that were loaded by name; "base" is none of them.
     """
 
     max_new_tokens: int = 128
@@ -45,6 +46,7 @@ class Settings:
     seed: int = 1234
     n: int = 1
     logprobs: int | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens)
@@ -62,6 +64,8 @@ class Settings:
         _check("seed", self.seed, _is_whole, lambda x: True, "a whole number")
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, _is_whole, lambda x: x >= 0, "a whole number >= 0")
+        if self.lora is not None and not isinstance(self.lora, str):
+            raise UserError(f"lora is {self.lora!r:.40}, but must be the name of an adapter")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise UserError(f"logit_bias is {self.logit_bias!r:.40}, but must map token ids to numbers")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,10 @@ def say(message: str) -> None:
     print(printable(message).replace("\n", "\\n"), file=sys.stderr)
 
 
-def run_cli(main: Callable[..., Any]) -> None:
+def run_cli(main: Callable[..., Any], repeated: Collection[str] = ()) -> None:
     """Runs `main` with the command line's arguments; an error that a user can act on becomes one line on stderr.
+
+    Options named in `repeated` take lists, and may be given several times, for an element each.
 
     Exit status: 2 for a `UserError`, 1 for an error of the system (a full disk), 128 + n after signal n.
     """
@@ -61,7 +63,10 @@ def run_cli(main: Callable[..., Any]) -> None:
         sys.exit(_report("stdout is closed, and texts would go there"))
     sys.stdout.reconfigure(errors="backslashreplace")  # a character that its encoding lacks may not end the job
     try:
-        auto_cli(main, as_positional=False, parser_class=Parser, allow_abbrev=False)
+        args = sys.argv[1:]
+        for name in repeated:  # --name+ is jsonargparse's way to say "one more"
+            args = [re.sub(rf"^--{name}(?==|$)", f"--{name}+", argument) for argument in args]
+        auto_cli(main, args=args, as_positional=False, parser_class=Parser, allow_abbrev=False)
         sys.stdout.flush()
     except UserError as error:
         sys.exit(_report(str(error)))

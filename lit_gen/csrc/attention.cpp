@@ -49,11 +49,11 @@ struct Tensors {
     T *k_cache, *v_cache, *out;
 };
 
-// Puts the key, rotated, and the value of token n into the cache.
+// Puts the key, rotated, and the value of token n into the cache, unless all keys are there already.
 template <class T>
 void put(const Shape& s, const Tensors<T>& x, int64_t n, float* key) {
     const int64_t p = s.position[n];
-    for (int64_t g = 0; g < s.ng && p >= 0; g++) {
+    for (int64_t g = 0; g < s.ng && p >= 0 && x.k; g++) {
         const int64_t to = ((s.row[n] * s.ng + g) * s.S + p) * s.hs;
         rotate(x.k + n * s.k_stride + g * s.hs, x.cos + n * s.n_elem, x.sin + n * s.n_elem, s.n_elem, s.hs, key);
         for (int64_t i = 0; i < s.hs; i++) store(x.k_cache + to + i, key[i]);
@@ -182,7 +182,7 @@ struct Attention {
 
 }  // namespace
 
-// q (N, nh, hs), k and v (N, ng, hs) with strides between tokens; cos and sin (N, n_elem); caches (rows, ng, S, hs);
+// q (N, nh, hs), k and v (N, ng, hs) or null, with strides between tokens; cos and sin (N, n_elem); caches (rows, ng, S, hs);
 // out (N, nh, hs). All of one dtype: 0 float32, 1 bfloat16, 2 float16. Returns 1 if there is no memory, else 0.
 int lit_attend(int dtype, const int64_t* sizes, float scale, float softcap, const int64_t* row,
                const int64_t* position, const void* q, const void* k, const void* v, const void* cos, const void* sin,
