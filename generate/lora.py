@@ -5,6 +5,7 @@
         --prompts rows.jsonl          # {"prompt": "Hello", "lora": "de"}
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def by_name(paths: list[str]) -> dict[str, Path]:
     """The adapters of `name=path` and `path`, by name."""
     found = {}
     for text in paths:
-        match = None if Path(text).exists() else re.fullmatch(r"([\w.-]+)=(.+)", text)
+        match = None if os.path.exists(text) else re.fullmatch(r"([\w.-]+)=(.+)", text)
         name, path = (match[1], match[2]) if match else (UNNAMED, text)
         if name in found or name == BASE:
             what = (

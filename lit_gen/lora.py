@@ -10,6 +10,7 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021: W + alpha
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from lit_gen.model import GPT
 from lit_gen.peft import CONFIG, base_name, read_peft
 from lit_gen.settings import is_number
 from lit_gen.shards import SafetensorsReader
-from lit_gen.utils import UserError
+from lit_gen.utils import UserError, read_json
 
 LIT_LORA = "lit_model_lora.safetensors"
 TARGETS = {"proj": "attn.proj", "fc": "mlp.fc", "mlp_proj": "mlp.proj"}  # q, k and v are rows of attn.qkv
@@ -47,23 +48,22 @@ def load_lora(path: Path, config: Config, base: Path | None = None) -> LoRA:
     Raises:
         UserError: names what is unknown, missing, misshapen, not supported, or of another model.
     """
-    if (path / CONFIG).is_file():
+    if os.path.isfile(path / CONFIG):  # False also for an impossible name
         if base is not None and (name := base_name(path)) and not _names(base, name):
             remedy = "take that one, or --check_base false if it is"
             raise UserError(f"{path} was made for {name}, and {base} does not look like it: {remedy}")
         return read_peft(path, config)
-    file = path / LIT_LORA if path.is_dir() else path
-    if not file.is_file() or file.suffix != ".safetensors" or file.name == "adapter_model.safetensors":
+    file = path / LIT_LORA if os.path.isdir(path) else path
+    if not os.path.isfile(file) or file.suffix != ".safetensors" or file.name == "adapter_model.safetensors":
         needed = f"a PEFT folder with {CONFIG}, or {LIT_LORA}"
-        raise UserError(f"{path} is no LoRA: {'it' if path.exists() else 'there'} is no {needed}")
+        raise UserError(f"{str(path)[:200]} is no LoRA: {'it' if os.path.exists(path) else 'there'} is no {needed}")
     return _read_lit(file, config)
 
 
 def _names(base: Path, name: str) -> bool:
     """Whether the path of a checkpoint has the name of a model, or its config.json knows itself by it."""
     known = [str(base.resolve())]
-    if (base / "config.json").is_file():
-        fields = json.loads((base / "config.json").read_text(errors="replace"))
+    if os.path.isfile(base / "config.json") and isinstance(fields := read_json(base / "config.json"), dict):
         known.append(str(fields.get("_name_or_path", "")))
     plain = [re.sub("[^a-z0-9]", "", text.lower()) for text in (name, *known)]
     return any(plain[0] in text for text in plain[1:])

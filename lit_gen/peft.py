@@ -56,6 +56,8 @@ def read_peft(folder: Path, config: Config) -> LoRA:
             raise UserError(f"{folder} is for another model: it has {module}, and this {config.model_type} has not")
         if module not in selected:
             raise UserError(f"{folder} has {module}, which target_modules in its {CONFIG} leaves out; correct one")
+        if any(part.rows == place.rows for part in lora.get(place.param, [])):
+            raise UserError(f"{folder} has {module} twice, under two names; save the adapter again")
         a, b = read_pair(reader, folder, a_key, b_key, place)
         lora.setdefault(place.param, []).append(_part(fields, folder, module, a, b, place, config))
     if missing := sorted(selected - modules.keys()):

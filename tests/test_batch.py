@@ -53,7 +53,7 @@ class FakeModel:
         self.cells: list[list[int]] = []
         self.nan: list[bool] = []
         self.cache_epoch = self.calls = 0
-        self.failures, self.memory = set(failures), memory
+        self.failures, self.memory, self.loras = set(failures), memory, None
 
     def call(self) -> None:
         self.calls += 1

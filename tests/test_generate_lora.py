@@ -155,6 +155,7 @@ def test_errors_are_one_line_and_come_before_the_model_is_loaded(folder: Path, t
         (["--lora_path", tmp_path / "none"], "none is no LoRA"),
         (["--lora_path", f"x={tmp_path / 'none'}"], "none is no LoRA"),
         (["--lora_path", folder / "model"], "model is no LoRA"),
+        (["--lora_path", "x" * 300], "xx is no LoRA"),
         (["--lora_path", other], "is for another model"),
         (["--lora_path", named], "was made for y-7B"),
         (["--lora_path", dora], "use_dora"),

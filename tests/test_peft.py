@@ -221,6 +221,8 @@ B = A.replace("lora_A", "lora_B")
         ({A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(64)}, "DoRA"),
         ({B.replace("weight", "bias"): torch.ones(64)}, "a trained bias"),
         ({"unet.x": torch.ones(1)}, "unet.x"),
+        ({A.replace("model.layers", "language_model.model.layers"): torch.ones(4, 64),
+          B.replace("model.layers", "language_model.model.layers"): torch.ones(64, 4)}, "twice"),
     ],
 )  # fmt: skip
 def test_tensors_that_would_go_wrong_are_named(changes: dict, message: str, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_override_of_an_unknown_name_lists_the_known_ones(name):
     expected = (
         f"there is no setting {name!r}: use max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, "
     )
-    assert str(error.value).startswith(expected) and str(error.value).endswith(", seed, n, logprobs")
+    assert str(error.value).startswith(expected) and str(error.value).endswith(", seed, n, logprobs, lora")
 
 
 def test_penalised_is_a_row_whose_history_counts():
