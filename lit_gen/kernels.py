@@ -29,14 +29,8 @@ ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # uint8: pairs of int4
 CALL = ctypes.c_int64 * 25  # see csrc/calls.cpp
 LINEAR, ATTEND, RMS_NORM, LAYER_NORM, ACTIVATE, ADD = range(6)
-N_ROWS = {
-    LINEAR: 3,
-    ATTEND: 2,
-    RMS_NORM: 3,
-    LAYER_NORM: 3,
-    ACTIVATE: 4,
-    ADD: 4,
-}  # where a call says how many rows it has
+# Where a call says how many rows it has, and ATTEND how many columns the cache has.
+N_ROWS, N_COLUMNS = {LINEAR: 3, ATTEND: 2, RMS_NORM: 3, LAYER_NORM: 3, ACTIVATE: 4, ADD: 4}, 6
 KINDS = {"full": 0, "sliding": 1, "chunked": 2}
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_gen.cache import Step
-from lit_gen.kernels import CALL, N_ROWS, Kernels, as_integer
+from lit_gen.cache import KVCache, Step
+from lit_gen.kernels import ATTEND, CALL, N_COLUMNS, N_ROWS, Kernels, as_integer
 from lit_gen.linear import PRODUCT, product
 from lit_gen.model import GPT
 
@@ -28,14 +28,18 @@ EMPTY = {torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
 class Tape:
     """Runs the blocks of a packed model, by playback where that is possible.
 
-    What was recorded holds until the caches are set up or resized, which happens at the start of each generation, so
-    that layers may be swapped between generations. While a module has a forward hook nothing is played back.
+    A generation looks at the modules once, and what was recorded holds as long as they are the same: layers may be
+    swapped between generations. While a module has a forward hook nothing is played back.
     """
 
     def __init__(self, model: GPT, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
         self.key: tuple | None = None
         self.recording: Recording | None = None
+        self.version = -1  # of the caches
+        self.caches: list[Tensor] = []
+        self.modules: list[nn.Module] = []  # held, so that no other one gets their number
+        self.signature: list = []
 
     def __reduce__(self) -> tuple:
         return Tape, (self.model, self.kernels)  # addresses are of no use to a copy
@@ -44,12 +48,29 @@ class Tape:
         """x (B, T, C) through the blocks: (B, T, C), which the next call overwrites."""
         if torch.compiler.is_compiling() or step is None or step.row is None:
             return self._run(x, ropes, masks, step)
-        key = self.model.cache_version, x.dtype, torch.is_autocast_enabled("cpu")
+        if self.model.cache_version != self.version:
+            self._look()
+        key = x.dtype, torch.is_autocast_enabled("cpu")
         given = [x, step.row, step.position, *(table for pair in ropes for table in pair)]
         if key == self.key:
             playable = self.recording is not None and not any(self.recording.hooks)
-            return self.recording.play(given) if playable else self._run(x, ropes, masks, step)
+            return self.recording.play(given + self.caches) if playable else self._run(x, ropes, masks, step)
         return self._record(key, given, masks, step)[:, : x.size(1)]
+
+    def _look(self) -> None:
+        """Where the caches are, and whether any module is another one, or has another tensor or number."""
+        caches = [block.attn.kv_cache for block in self.model.h]
+        self.version, self.caches = self.model.cache_version, [x for cache in caches for x in (cache.k, cache.v)]
+        modules, signature = [m for m in self.model.h.modules() if not isinstance(m, KVCache)], []
+        for module in modules:
+            signature.append(id(module))
+            for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
+                if isinstance(value, Tensor):
+                    signature.append(value.data_ptr() if value.layout is torch.strided else id(value))
+                elif isinstance(value, bool | int | float | str):
+                    signature.append(value)
+        if signature != self.signature:
+            self.modules, self.signature, self.key = modules, signature, None
 
     def _record(self, key: tuple, given: list[Tensor], masks: dict, step: Step) -> Tensor:
         if given[1].numel() == 1:  # the strides of a single token say nothing: one of padding beside it
@@ -64,7 +85,7 @@ class Tape:
                 y = self._run(x, ropes, masks, replace(step, row=row, position=position))
         finally:
             self.kernels.here.record = None
-        self.key, self.recording = key, None if watch.other else Recording(self, calls, given, y)
+        self.key, self.recording = key, None if watch.other else Recording(self, calls, given + self.caches, y)
         return y
 
     def _run(self, x: Tensor, *where: Any) -> Tensor:
@@ -119,8 +140,7 @@ class Recording:
     """
 
     def __init__(self, tape: Tape, calls: list[tuple], given: list[Tensor], y: Tensor) -> None:
-        modules = list(tape.model.h.modules())
-        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = [hooks for m in tape.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.kernels, self.arena, self.dtype = tape.kernels, torch.empty(0, dtype=torch.uint8), y.dtype
         n = given[1].numel()
         places = {start_of(tensor): number for number, tensor in enumerate(given)}
@@ -144,7 +164,7 @@ class Recording:
             else:
                 for column, tensor in enumerate(call):
                     place = places.get(start_of(tensor)) if isinstance(tensor, Tensor) else None
-                    if place is not None:  # else a weight or a cache, which stays where it is
+                    if place is not None:  # else a weight, which stays where it is
                         base = given[place].data_ptr() if place < len(given) else start_of(tensor)
                         patches.append((len(table) * WIDTH + column, place, tensor.data_ptr() - base))
                 rows.append((len(table) * WIDTH + N_ROWS[call[0]], call[N_ROWS[call[0]]] // n))
@@ -157,9 +177,10 @@ class Recording:
         self.table = np.array(table, dtype=np.int64)
         self.where, self.place, self.offset = np.array(patches, dtype=np.int64).T
         self.rows_at, self.rows_per_token = np.array(rows, dtype=np.int64).T
+        self.columns_at = np.flatnonzero(self.table[:, 0] == ATTEND) * WIDTH + N_COLUMNS
 
     def play(self, given: list[Tensor]) -> Tensor:
-        """The result for these inputs, of which the first is x (B, T, C): (B, T, C)."""
+        """The result for these inputs, of which the first is x (B, T, C) and the last a cache: (B, T, C)."""
         n, x = given[1].numel(), given[0]
         if (needed := int(self.slots[-1]) * n) > self.arena.numel():
             arena = torch.empty(needed, dtype=torch.uint8)
@@ -176,7 +197,7 @@ class Recording:
         flat, start = self.table.reshape(-1), 0
         bases = [*(t.data_ptr() for t in given), *(self.slots[:-1] * n + arena.data_ptr()).tolist()]
         flat[self.where] = np.array(bases, dtype=np.int64)[self.place] + self.offset
-        flat[self.rows_at] = self.rows_per_token * n
+        flat[self.rows_at], flat[self.columns_at] = self.rows_per_token * n, given[-1].size(2)
         for p in self.products:
             self._calls(start, p.before)
             at(p.out, p.out_size).copy_(product(at(p.x, p.size), *p.weights))

@@ -107,6 +107,25 @@ def test_a_layer_that_was_swapped_is_used_by_the_next_generation() -> None:
     assert changed == tokens(plain, prompts)
 
 
+def test_what_was_recorded_serves_later_generations_of_any_size() -> None:
+    model = pack_model(randomized(llama_config()))
+    expected = [tokens(model, [prompt])[0] for prompt in PROMPTS]
+    recording = model.run_blocks.recording
+    longer = [[*prompt, *range(40)] for prompt in PROMPTS * 3]  # a larger cache, elsewhere in memory
+    plain = randomized(llama_config())
+    assert tokens(model, longer) == tokens(plain, longer)
+    assert tokens(model, PROMPTS) == expected == tokens(plain, PROMPTS)
+    assert model.run_blocks.recording is recording is not None
+
+
+def test_a_number_that_was_changed_is_used_by_the_next_generation() -> None:
+    model, plain = pack_model(randomized(llama_config())), randomized(llama_config())
+    before = tokens(model, PROMPTS)
+    for block in (*model.h, *plain.h):
+        block.attn.scale *= 3
+    assert tokens(model, PROMPTS) == tokens(plain, PROMPTS) != before
+
+
 def test_a_block_that_computes_with_pytorch_is_never_played_back() -> None:
     class Doubled(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
