@@ -12,6 +12,8 @@ from lit_gen.stopping import Row
 LONG, SHORT = 3, 2  # so many tokens at the end of a text are looked for, the longer ones first
 PRIOR = 4.0  # judged guesses that the whole batch's rate counts as, in the rate of a row
 FORGET = 0.97  # weight of what was learnt before, after each step
+WORTH = 1.05  # how many times as many tokens per second a step with guesses has to promise
+AGAIN = 32  # steps with guesses, then one without, to know what that takes
 
 
 class Lookup:
@@ -48,8 +50,9 @@ class Lookup:
 class Speculation:
     """Decides how many guesses of each row the next step checks, from what steps cost and how often guesses were right.
 
-    A step of N tokens is taken to last a + b * N, fitted to the steps so far. The tokens that a step may bring, over
-    its duration, are what is made large; so where texts never repeat themselves nothing is checked, and nothing lost.
+    A step without guesses is measured as it is. One with guesses, of N tokens in all, is taken to last a + b * N,
+    fitted to those so far. The tokens that a step may bring, over its duration, are what is made large; so where texts
+    never repeat themselves nothing is checked, and nothing lost.
 
     Args:
         most: guesses per row and step; with 0 there are none.
@@ -59,7 +62,9 @@ class Speculation:
         self.most = most
         self._lookups: WeakKeyDictionary[Row, Lookup] = WeakKeyDictionary()
         self._right, self._judged = 0.5, 1.0
-        self._sums = [0.0] * 5  # of 1, N, N * N, seconds, N * seconds
+        self._plain: tuple[float, int] | None = None  # seconds of a step without guesses, and its rows
+        self._since = 0  # steps with guesses after it
+        self._sums = [0.0] * 5  # of steps with guesses: of 1, N, N * N, seconds, N * seconds
         self._slope = 1 / 16  # b / a, until steps of different sizes were measured
         self._offered: list[tuple[Row, int, int]] = []  # a row, its first guess, and how many tokens it had
 
@@ -81,7 +86,9 @@ class Speculation:
 
     def _widths(self, rows: Sequence[Row], found: list[list[int]]) -> list[int]:
         """How many of the guesses found to check: the likeliest first, as long as each brings more than it costs."""
-        a, b = self._cost()
+        if self._plain is None or self._since >= AGAIN:
+            return [0] * len(rows)
+        plain, a, b = self._cost(len(rows))
         mean = self._right / self._judged
         chances = []  # of a row's i-th guess, i from 1: all before it must be right too
         for r, (row, guesses) in enumerate(zip(rows, found, strict=True)):
@@ -92,24 +99,30 @@ class Speculation:
             if chance * (a + b * fed) <= tokens * b:  # the rate tokens / seconds would fall
                 break
             widths[r], tokens, fed = widths[r] + 1, tokens + chance, fed + 1
-        return widths
+        return widths if tokens * plain > WORTH * len(rows) * (a + b * fed) else [0] * len(rows)
 
-    def _cost(self) -> tuple[float, float]:
-        """Seconds of a step, and of each token in it; only their ratio matters."""
+    def _cost(self, n_rows: int) -> tuple[float, float, float]:
+        """Seconds of a step without guesses, and of one with guesses: at all, and for each of its tokens."""
         n, x, xx, y, xy = self._sums
         spread = n * xx - x * x
         if spread > 0.01 * n * n:  # else all steps were alike, and the last ratio stays
             b = max((n * xy - x * y) / spread, 0.0)
-            a = max((y - b * x) / n, 1e-9)
-            self._slope = b / a
-        return 1.0, self._slope
+            self._slope = b / max((y - b * x) / n, 1e-9)
+        seconds, measured = self._plain
+        per_row = seconds / (1 + self._slope * measured)
+        a = y / (n + self._slope * x) if n else per_row
+        return per_row * (1 + self._slope * n_rows), a, a * self._slope
 
     def learn(self, guesses: Sequence[Sequence[int]], seconds: float) -> None:
         """Takes what a step that checked these guesses took; the rows have their new tokens already."""
-        checked = sum(map(len, guesses))
-        fed = len(guesses) + checked
-        for i, value in enumerate((1.0, fed, fed * fed, seconds, fed * seconds)):
-            self._sums[i] = FORGET * self._sums[i] + value
+        fed = len(guesses) + sum(map(len, guesses))
+        if fed > len(guesses):
+            self._since += 1
+            for i, value in enumerate((1.0, fed, fed * fed, seconds, fed * seconds)):
+                self._sums[i] = FORGET * self._sums[i] + value
+        elif guesses:
+            before = seconds if self._plain is None or self._plain[1] != fed else self._plain[0]
+            self._plain, self._since = ((before + seconds) / 2, fed), 0
         for row, first, before in self._offered:  # also those that were not checked
             lookup, right = self._lookups[row], row.tokens[before : before + 1] == [first]
             lookup.right, lookup.judged = FORGET * lookup.right + right, FORGET * lookup.judged + 1

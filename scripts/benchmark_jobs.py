@@ -65,15 +65,12 @@ def random_jobs(B: int, T: int, new: int, vocab_size: int) -> list[Job]:
 
 
 def copy_jobs(B: int, new: int, checkpoint_dir: Path) -> list[Job]:
-    """Requests to repeat some lines of code, others each, as the model's chat template puts them."""
+    """Lines of code that stand there twice, others in each prompt, so that the model writes them a third time."""
     tokenizer = Tokenizer(checkpoint_dir)
     lines = (Path(__file__).parents[1] / "lit_gen" / "model.py").read_text().splitlines()
-    jobs = []
-    for b in range(B):
-        start = 15 * b % (len(lines) - 20)
-        content = "Repeat this code exactly:\n" + "\n".join(lines[start : start + 10 + b % 5])
-        jobs.append(Job(tokenizer.encode_chat([{"role": "user", "content": content}]).tolist(), new))
-    return jobs
+    starts = [15 * b % (len(lines) - 20) for b in range(B)]
+    texts = ["\n".join(lines[start : start + 10 + b % 5]) + "\n\n" for b, start in enumerate(starts)]
+    return [Job(tokenizer.encode(2 * text).tolist(), new) for text in texts]
 
 
 def read_jobs(sizes: Sizes, vocab_size: int) -> list[Job]:

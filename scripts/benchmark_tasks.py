@@ -1,7 +1,7 @@
 """The measurements of benchmark.py: each runs engines in turn and returns lines of numbers.
 
 decode   tokens/s = B * (new - 1) / (T(new) - T(1)), where T(n) is the time for n new tokens of each of B rows
-copy     the same for prompts to repeat a text: most of an answer can be guessed from its prompt
+copy     the same for prompts that hold a text twice: most of an answer can be guessed from its prompt
 prefill  tokens/s = prompt / T(1), one row
 ragged   a job of many lengths: seconds, and tokens that were asked for per second
 context  lit_gen's seconds per decode step against rows and columns, fitted as a + b * rows + c * rows * columns

@@ -118,6 +118,7 @@ def test_cheap_tokens_are_worth_wild_guesses_and_dear_ones_are_not() -> None:
         for row in rows:
             row.filled = 12
             row.push(row.index)
+        speculation.learn([[]] * 4, 1.0 + per_token * 4)
         for _ in range(200):
             guesses = speculation.guess(rows)
             total += sum(map(len, guesses))
@@ -129,6 +130,26 @@ def test_cheap_tokens_are_worth_wild_guesses_and_dear_ones_are_not() -> None:
         return total
 
     assert checked(0.001) > 2 * checked(0.5)
+
+
+def test_checks_that_take_longer_than_they_bring_are_given_up() -> None:
+    """A check costs two plain steps here, however few guesses it has, and all guesses are right."""
+
+    def steps(overhead: float) -> tuple[int, int]:
+        speculation, checks, plain = Speculation(1), 0, 0
+        row = Row(0, [5, 6, 7] * 20, Settings(max_new_tokens=1000))
+        row.filled = 60
+        row.push(5)
+        for i in range(1, 300):
+            guesses = speculation.guess([row])
+            checks, plain = checks + bool(guesses[0]), plain + (not guesses[0])
+            row.push([5, 6, 7][i % 3])
+            row.filled += 1
+            speculation.learn(guesses, 1.0 + (overhead if guesses[0] else 0.0))
+        return checks, plain
+
+    assert steps(1.5)[0] < 10
+    assert steps(0.2)[1] < 30  # some, to know what they take
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
