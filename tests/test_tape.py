@@ -111,7 +111,7 @@ def test_what_was_recorded_serves_later_generations_of_any_size() -> None:
     model = pack_model(randomized(llama_config()))
     expected = [tokens(model, [prompt])[0] for prompt in PROMPTS]
     recording = model.run_blocks.recording
-    longer = [[*prompt, *range(40)] for prompt in PROMPTS * 3]  # a larger cache, elsewhere in memory
+    longer = [[*prompt, *range(90)] for prompt in PROMPTS * 3]  # a larger cache, elsewhere in memory
     plain = randomized(llama_config())
     assert tokens(model, longer) == tokens(plain, longer)
     assert tokens(model, PROMPTS) == expected == tokens(plain, PROMPTS)
@@ -144,6 +144,7 @@ def test_a_copy_has_weights_of_its_own() -> None:
     model, prompts = pack_model(randomized(llama_config())), PROMPTS
     expected = tokens(model, prompts)
     twin = copy.deepcopy(model)
+    assert twin.run_blocks.recording is None  # it has addresses of the other's weights
     for block in model.h:
         block.mlp.proj.weight.zero_()
     assert tokens(twin, prompts) == expected != tokens(model, prompts)
