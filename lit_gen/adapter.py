@@ -9,6 +9,7 @@ the model is what it was without.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,9 +182,10 @@ class AdapterFile:
     """
 
     def __init__(self, path: Path, method: str, name: str, config: Config) -> None:
-        self.file = path / name if path.is_dir() else path
-        if not self.file.is_file():
-            raise UserError(f"there is no adapter at {self.file}: give a {name}, or the folder that holds it")
+        self.file = path / name if os.path.isdir(path) else path
+        if not os.path.isfile(self.file):  # False also for an impossible name
+            what = f"there is no adapter at {str(self.file)[:200]}"
+            raise UserError(f"{what}: give a {name}, or the folder that holds it")
         self._reader = SafetensorsReader([self.file])
         metadata = self._reader.metadata
         if metadata.get("method") != method:
@@ -210,6 +212,8 @@ class AdapterFile:
                 raise UserError(f"{self.file}: {name} has shape {found[name]} where {expected[name]} is needed")
             if not (value := self._reader.read(name)).is_floating_point() or value.dtype.itemsize < 2:
                 raise UserError(f"{self.file}: {name} is stored as {value.dtype}, which is no float of 16 or 32 bits")
+            if not value.isfinite().all():
+                raise UserError(f"{self.file}: {name} has numbers that are not finite; take a sound adapter")
 
     @property
     def prefix_counts(self) -> bool:

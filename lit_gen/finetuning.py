@@ -23,8 +23,9 @@ FILES = {"full": LIT_MODEL} | {name: f"lit_model_{name}.safetensors" for name in
 class Finetune(LightningModule):
     """The loss, the optimizer, and what of a model belongs into a checkpoint of the Trainer: what is trained."""
 
-    def __init__(self, model: GPT, learning_rate: float, warmup_steps: int) -> None:
+    def __init__(self, model: GPT, learning_rate: float, warmup_steps: int, made_with: dict[str, str]) -> None:
         super().__init__()
+        self.made_with = made_with  # see `check_checkpoint`
         self.model, self.learning_rate, self.warmup_steps = model, learning_rate, warmup_steps
         self.strict_loading = False  # what is not trained comes from the base
 
@@ -55,10 +56,9 @@ class Finetune(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in self._trained()}
         checkpoint["random"] = torch.get_rng_state()  # for dropout
+        checkpoint["made_with"] = self.made_with
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if checkpoint["state_dict"].keys() != self._trained():
-            raise UserError("the checkpoint is of another method or model: resume with the options it was made with")
         torch.set_rng_state(checkpoint["random"])
 
 
@@ -72,15 +72,30 @@ def prepare(model: GPT, method: Method, lora: LoRAConfig, adapter: AdapterConfig
     return add(model, adapter).train()
 
 
-def check_checkpoint(file: Path) -> None:
-    """UserError unless the Trainer wrote this file; it is read as plain tensors and numbers, never as code."""
+def check_checkpoint(file: Path | None, made_with: dict[str, str], epochs: int) -> None:
+    """UserError unless the Trainer wrote this file; it is read as plain tensors and numbers, never as code.
+
+    Args:
+        file: None if there is none to go on from.
+        made_with: what the job depends on, by name: in the file it has to be the same.
+        epochs: that the job is to have; the file may not be further.
+    """
+    if file is None:
+        return
     try:
         kept = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         fine = isinstance(kept["state_dict"], dict) and isinstance(kept["random"], Tensor)
+        differ = [name for name, value in made_with.items() if kept["made_with"].get(name) != value]
+        done = int(kept["epoch"])
     except Exception:  # whatever a damaged or hostile file provokes in the unpickler
         fine = False
     if not fine:
         raise UserError(f"{file} is damaged, or none of this script's: delete it, and train anew without --resume")
+    if differ:
+        there, here = (f"{said.get(differ[0])!a:.60}" for said in (kept["made_with"], made_with))
+        raise UserError(f"{file} was made with {differ[0]} = {there}, not {here}: resume with what it was made with")
+    if done >= epochs:
+        raise UserError(f"{file} is in epoch {done + 1} already: resume with --epochs {done + 1} or more")
 
 
 def save(model: GPT, method: Method, out_dir: Path, base: Path) -> None:

@@ -55,8 +55,8 @@ def load_lora(path: Path, config: Config, base: Path | None = None) -> LoRA:
         return read_peft(path, config)
     file = path / LIT_LORA if os.path.isdir(path) else path
     if not os.path.isfile(file) or file.suffix != ".safetensors" or file.name == "adapter_model.safetensors":
-        needed = f"a PEFT folder with {CONFIG}, or {LIT_LORA}"
-        raise UserError(f"{str(path)[:200]} is no LoRA: {'it' if os.path.exists(path) else 'there'} is no {needed}")
+        what = "is no LoRA" if os.path.exists(path) else "does not exist"
+        raise UserError(f"{str(path)[:200]} {what}: give a PEFT folder with {CONFIG}, or a {LIT_LORA}")
     return _read_lit(file, config)
 
 
@@ -77,8 +77,9 @@ def _read_lit(file: Path, config: Config) -> LoRA:
     check_base(file, said, config)
     try:
         r, alpha = int(said["r"]), float(said["alpha"])
-        assert r > 0 and math.isfinite(alpha), "they are no ranks and factors"
-    except (KeyError, ValueError, AssertionError) as error:
+        if r < 1 or not math.isfinite(alpha):
+            raise ValueError(f"r is {r}, alpha {alpha}")
+    except (KeyError, ValueError) as error:
         raise UserError(f"{file} has no r and alpha that make sense in its metadata ({error}); save it again") from None
     places, names = _lit_places(config), sorted(reader.shapes)
     stems = dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in names)

@@ -9,6 +9,7 @@ are held out; the loss on them is printed before and after. Kill it, and the sam
 from the last checkpoint. --lora.r 16 --lora.targets '["all"]' and the like are the method's own options.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -31,25 +32,28 @@ from lit_gen.checkpoint import load_config, weight_format
 from lit_gen.download import fetch_default_model
 from lit_gen.examples import Batches, Example, read_examples
 from lit_gen.finetuning import FILES, Finetune, Method, check_checkpoint, prepare, save
-from lit_gen.lora import LoRAConfig
+from lit_gen.lora import LoRAConfig, shape_of
 from lit_gen.prompts import encode_prompt, read_prompts
 from lit_gen.settings import check_count, is_number
 from lit_gen.utils import UserError, run_cli
 
 LAST = Path("trainer/last.ckpt")  # of the Trainer, in the output folder
+ALWAYS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False, "gradient_clip_val": 1.0}
 
 
-def check(out_dir: Path, method: Method, base: Path, precision: str, resume: bool) -> None:
+def check(out_dir: Path, method: Method, base: Path, precision: str, resume: bool, seed: int) -> None:
     """UserError for what could not go well in the end."""
     last = out_dir / LAST
+    if not 0 <= seed < 2**62:  # numbers of epochs are added to it
+        raise UserError(f"seed is {seed}, but must be a whole number from 0 to 2**62 - 1")
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"{out_dir} is no folder; give another --out_dir")
     if out_dir.exists() and base.exists() and out_dir.samefile(base):
         raise UserError(f"{out_dir} is the folder of the model to fine-tune; give another --out_dir")
     if resume != last.is_file():
         state = "has no checkpoint to resume from" if resume else "has a checkpoint: add --resume true"
         raise UserError(f"{out_dir} {state}, or give another --out_dir")
-    if resume:
-        check_checkpoint(last)
-    elif (out_dir / FILES[method]).exists():
+    if not resume and (out_dir / FILES[method]).exists():
         raise UserError(f"{out_dir} has a {FILES[method]} already; give another --out_dir")
     if (format := weight_format(base, None, precision)) and method == "full":
         raise UserError(f"{base} has {format} weights, which cannot be trained: take the original, or --method lora")
@@ -70,8 +74,8 @@ def fit(
     samples: list[list[int]],
     out_dir: Path,
     resume: Path | None,
-    precision: str,
     seed: int,
+    made_with: dict[str, str],
     *,
     val_rows: int = 32,
     epochs: int = 1,
@@ -96,24 +100,28 @@ def fit(
         sample_every: Steps between samples, of up to `sample_tokens` tokens.
         save_every: Steps between checkpoints of the Trainer.
     """
-    counts = {"epochs": epochs, "batch_size": batch_size, "accumulate": accumulate, "warmup_steps": warmup_steps}
-    check_counts(learning_rate, counts | {"sample_every": sample_every, "save_every": save_every})
+    counts = {"epochs": epochs, "warmup_steps": warmup_steps, "sample_every": sample_every, "save_every": save_every}
+    batches = {"batch_size": batch_size, "accumulate": accumulate}
+    check_counts(learning_rate, max_steps, counts | batches | {"sample_tokens": sample_tokens})
+    made_with |= {name: str(count) for name, count in {"val_rows": val_rows, **batches}.items()}
+    check_checkpoint(resume, made_with, epochs)
     train, held_out = split(rows, val_rows, seed)
     torch.manual_seed(seed)
-    module = Finetune(load(), learning_rate, warmup_steps)
+    module = Finetune(load(), learning_rate, warmup_steps, made_with)
     callbacks = [ModelCheckpoint(out_dir / LAST.parent, every_n_train_steps=save_every, save_top_k=0, save_last=True)]
     if samples:
         callbacks.append(GenerateCallback(samples, tokenizer, every_n_steps=sample_every, max_new_tokens=sample_tokens))
-    how = {"max_epochs": epochs, "max_steps": max_steps, "accumulate_grad_batches": accumulate, "precision": precision}
-    how |= {"gradient_clip_val": 1.0, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
-    trainer = Trainer(callbacks=callbacks, logger=loggers(out_dir), devices=1, **how)
+    how = {"max_epochs": epochs, "max_steps": max_steps, "accumulate_grad_batches": accumulate, "devices": 1, **ALWAYS}
+    trainer = Trainer(callbacks=callbacks, logger=loggers(out_dir), precision=made_with["precision"], **how)
     before = validate(trainer, module, held_out, batch_size)
     trainer.fit(module, Batches(train, batch_size, seed), ckpt_path=resume, weights_only=True)
     losses = {"val_loss_before": before, "val_loss_after": validate(trainer, module, held_out, batch_size)}
     return module.model, {"rows": len(train), "held_out": len(held_out), "steps": trainer.global_step, **losses}
 
 
-def check_counts(learning_rate: float, counts: dict[str, int]) -> None:
+def check_counts(learning_rate: float, max_steps: int, counts: dict[str, int]) -> None:
+    if max_steps != -1:
+        check_count("max_steps", max_steps)
     for name, count in counts.items():
         check_count(name, count)
     if not (is_number(learning_rate) and learning_rate >= 0):
@@ -165,7 +173,7 @@ def main(
     """
     base = checkpoint_dir or fetch_default_model()
     config, tokenizer = load_config(base), Tokenizer(base)
-    check(out_dir, method, base, precision, resume)
+    check(out_dir, method, base, precision, resume, seed)
     if method.startswith("adapter"):
         adapter.prefixed(config, method)  # is refused here if it makes no sense
     rows = read_examples(data, tokenizer, min(max_length, config.block_size), chat)
@@ -177,8 +185,11 @@ def main(
         model = GPT.from_checkpoint(base, torch.bfloat16 if precision == "bf16-true" else torch.float32)
         return prepare(model, method, lora, adapter)
 
+    own = lora if method == "lora" else adapter if method.startswith("adapter") else "none"
+    made_with = {"method": method, "its options": str(own), "model": shape_of(config), "precision": precision}
+    made_with |= {"seed": str(seed), "data": hashlib.sha256(str(rows).encode()).hexdigest()}
     last = out_dir / LAST if resume else None
-    model, numbers = fit(load, tokenizer, rows, samples, out_dir, last, precision, seed, **kwargs)
+    model, numbers = fit(load, tokenizer, rows, samples, out_dir, last, seed, made_with, **kwargs)
     save(model, method, out_dir, base)
     print(json.dumps({"method": method, **numbers, "out_dir": str(out_dir)}))
 

@@ -232,6 +232,7 @@ GATE = "h.1.attn.prefix.gate"
         ({}, {"extra": torch.zeros(1)}, "has a surplus tensor 'extra'"),
         ({}, {GATE: torch.zeros(3, 1)}, r"has shape \(3, 1\) where \(4, 1\) is needed"),
         ({}, {GATE: torch.zeros(4, 1, dtype=torch.int8)}, "stored as torch.int8"),
+        ({}, {GATE: torch.tensor([[0.0], [1.0], [float("nan")], [0.0]])}, f"{GATE} has numbers that are not finite"),
     ],
 )
 def test_a_wrong_file_is_named_and_nothing_half_applied(
@@ -252,6 +253,8 @@ def test_a_file_for_another_base_missing_or_cut_is_named(tiny_llama: GPT, tiny_n
         load_adapter(randomized(llama_config(n_layer=3)), tmp_path)
     with pytest.raises(UserError, match="there is no adapter at"):
         load_adapter(tiny_llama, tmp_path / "none")
+    with pytest.raises(UserError, match="there is no adapter at x{200}:"):
+        load_adapter(tiny_llama, Path("x" * 5000))
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / FILE).read_bytes()[:-100])
     with pytest.raises(UserError, match="not a whole safetensors file"):
         load_adapter(tiny_llama, tmp_path / "cut.safetensors")

@@ -234,6 +234,11 @@ def test_bad_input_is_one_line_before_weights_are_read(
         ({"out_dir": tmp_path / "done"}, "has a lit_model_lora.safetensors already"),
         ({"out_dir": tmp_path / "half"}, "has a checkpoint: add --resume true"),
         ({"resume": True}, "has no checkpoint to resume from"),
+        ({"out_dir": data}, "rows.jsonl is no folder"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"max_steps": -7}, "max_steps is -7"),
+        ({"seed": 10**23}, "but must be a whole number from 0"),
+        ({"sample_prompts": ["Tom"], "sample_tokens": 0}, "sample_tokens is 0"),
         ({"val_rows": 40}, "--val_rows 40 of 40 rows"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_length": 3}, "raise --max_length"),
@@ -250,11 +255,28 @@ def test_bad_input_is_one_line_before_weights_are_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_another_method_is_refused(checkpoint: Path, data: Path, tmp_path: Path, capsys) -> None:
-    options = {"data": data, "checkpoint_dir": checkpoint, "out_dir": tmp_path / "out", "max_steps": 1, "save_every": 1}
-    train(capsys, **options)
-    status, _, err = cli(capsys, finetune, **(options | {"method": "adapter_v2", "max_steps": 2, "resume": True}))
-    assert status == 2 and "of another method or model" in err
+def test_a_job_goes_on_with_what_it_was_made_with_only(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    options = {"data": data, "checkpoint_dir": checkpoint, "out_dir": tmp_path / "out", "val_rows": 32, "epochs": 2}
+    train(capsys, **options, save_every=1)
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().replace("Tom", "Tim"))
+    monkeypatch.setattr(GPT, "from_checkpoint", lambda *_: pytest.fail("read the weights"))
+    for wrong, message in (
+        ({"method": "adapter_v2"}, "method = 'lora', not 'adapter_v2'"),
+        ({"lora.r": 4}, "its options = "),
+        ({"lora.alpha": 3}, "its options = "),
+        ({"batch_size": 2}, "batch_size = '4', not '2'"),
+        ({"accumulate": 2}, "accumulate = '1', not '2'"),
+        ({"seed": 3}, "seed = '1234', not '3'"),
+        ({"val_rows": 8}, "val_rows = '32', not '8'"),
+        ({"data": other}, "data = "),
+        ({"precision": "bf16-true"}, "precision = '32-true', not 'bf16-true'"),
+        ({"epochs": 1}, "in epoch 2 already: resume with --epochs 2 or more"),
+    ):
+        status, out, err = cli(capsys, finetune, **(options | wrong), resume=True)
+        assert (status, out) == (2, "") and message in err and err.count("\n") == 1, (wrong, err)
     assert not (tmp_path / "out" / FILES["adapter_v2"]).exists()
 
 

@@ -152,10 +152,10 @@ def test_errors_are_one_line_and_come_before_the_model_is_loaded(folder: Path, t
     one, two = f"a={folder / 'one'}", f"b={folder / 'two'}"
     for arguments, message in (
         ([], "lora_path"),
-        (["--lora_path", tmp_path / "none"], "none is no LoRA"),
-        (["--lora_path", f"x={tmp_path / 'none'}"], "none is no LoRA"),
-        (["--lora_path", folder / "model"], "model is no LoRA"),
-        (["--lora_path", "x" * 300], "xx is no LoRA"),
+        (["--lora_path", tmp_path / "none"], "none does not exist"),
+        (["--lora_path", f"x={tmp_path / 'none'}"], "none does not exist"),
+        (["--lora_path", folder / "model"], "model is no LoRA: give a PEFT folder"),
+        (["--lora_path", "x" * 300], "xx does not exist"),
         (["--lora_path", other], "is for another model"),
         (["--lora_path", named], "was made for y-7B"),
         (["--lora_path", dora], "use_dora"),
