@@ -45,8 +45,7 @@ def alternate(runs: dict[str, Callable[[], list[Answer]]], repeats: int) -> tupl
 
 def decode(workers: dict[str, Worker], jobs: list[Job], repeats: int, limits: Limits) -> Line:
     """Decode speed of a batch of prompts that all want as many new tokens."""
-    B, new = len(jobs), jobs[0].new
-    first = [Job(job.ids, 1) for job in jobs]
+    B, new, first = len(jobs), jobs[0].new, [Job(job.ids, 1) for job in jobs]
 
     def run(worker: Worker) -> list[Answer]:
         return [worker.ask(first, B), worker.ask(jobs, B)]
