@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import nn
 from lit_gen.checkpoint import load_model
 from lit_gen.config import Config, Rope
 from lit_gen.model import GPT
+from lit_gen.utils import run_cli
 
 
 @pytest.fixture(scope="session")
@@ -102,3 +104,17 @@ def save_byte_tokenizer(folder: Path, vocab_size: int, text: str = "", **config:
     library.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(names | config))
+
+
+def run_script(capsys: pytest.CaptureFixture, main: Callable, *args: object, **how: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a script's `main` with these arguments; `how`: options of `run_cli`."""
+    argv, sys.argv = sys.argv, ["script.py", *map(str, args)]
+    try:
+        run_cli(main, **how)
+        status = 0
+    except SystemExit as exit:
+        status = exit.code
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    return status, out, err

@@ -1,13 +1,12 @@
 """Fine-tuning from end to end: what is learnt is what is generated; resumed jobs end with the same bits."""
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from conftest import llama_config, randomized, save_byte_tokenizer
+from conftest import llama_config, randomized, run_script, save_byte_tokenizer
 from safetensors.torch import load_file
 
 from generate import adapter, adapter_v2, base, lora
@@ -17,7 +16,6 @@ from lit_gen.finetuning import FILES
 from lit_gen.model import GPT
 from lit_gen.quantize import quantize_model
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import run_cli
 from scripts import finetune, merge_adapter_v2, merge_lora
 
 METHODS = ["full", "lora", "adapter", "adapter_v2"]
@@ -34,19 +32,11 @@ PROMPTS = ["Tom gets a hat.", "Sue loses a ball.", "Ben"]
 
 def cli(capsys: pytest.CaptureFixture, script: ModuleType, *args: object, **options: object) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a script with these arguments."""
-    argv, sys.argv = sys.argv, ["script.py", *map(str, args)]
+    given = [str(arg) for arg in args]
     for name, value in options.items():
-        sys.argv += [f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"')]
+        given += [f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"')]
     repeated = {"repeated": ("lora_path",)} if script is lora else {}
-    try:
-        run_cli(script.main, **repeated)
-        status = 0
-    except SystemExit as exit:
-        status = exit.code
-    finally:
-        sys.argv = argv
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_script(capsys, script.main, *given, **repeated)
 
 
 def train(capsys: pytest.CaptureFixture, **options: object) -> dict:

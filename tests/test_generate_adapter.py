@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import test_adapter
 import test_adapter_v2
-from conftest import llama_config, randomized, save_byte_tokenizer
+from conftest import llama_config, randomized, run_script, save_byte_tokenizer
 from test_generate_base import tokens
 
 from generate import adapter, adapter_v2, base
@@ -22,7 +22,6 @@ from lit_gen.adapter_v2 import fold_adapter_v2, save_adapter_v2
 from lit_gen.export import save_lit
 from lit_gen.model import GPT
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import run_cli
 
 SCRIPTS = {
     adapter: (V1, test_adapter.trained, save_adapter),
@@ -43,16 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cli(capsys: pytest.CaptureFixture, script: ModuleType, *args: object) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a script with these arguments."""
-    argv, sys.argv = sys.argv, ["script.py", *map(str, args)]
-    try:
-        run_cli(script.main)
-        status = 0
-    except SystemExit as exit:
-        status = exit.code
-    finally:
-        sys.argv = argv
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_script(capsys, script.main, *args)
 
 
 def train(script: ModuleType, base_folder: Path, folder: Path, **how: int) -> GPT:

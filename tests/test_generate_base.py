@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Family, llama_config, randomized, save_byte_tokenizer
+from conftest import Family, llama_config, randomized, run_script, save_byte_tokenizer
 from torch import Tensor
 
 from generate import base
@@ -19,7 +19,7 @@ from lit_gen.export import save_lit
 from lit_gen.model import GPT
 from lit_gen.stats import Stats
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import UserError, run_cli
+from lit_gen.utils import UserError
 
 Make = Callable[[str], Family]
 
@@ -313,16 +313,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cli(capsys: pytest.CaptureFixture, *args: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the script with these arguments."""
-    argv, sys.argv = sys.argv, ["base.py", *args]
-    try:
-        run_cli(base.main)
-        status = 0
-    except SystemExit as exit:
-        status = exit.code
-    finally:
-        sys.argv = argv
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_script(capsys, base.main, *args)
 
 
 def test_stdout_has_the_texts_in_order_and_nothing_else(checkpoint: Path, tiny_llama: GPT, capsys, tmp_path) -> None:

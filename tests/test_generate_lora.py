@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import random_pairs, write_peft
-from conftest import llama_config, randomized, save_byte_tokenizer
+from conftest import llama_config, randomized, run_script, save_byte_tokenizer
 
 from generate import base, lora
 from generate.base import generate
@@ -20,7 +20,6 @@ from lit_gen.pack import pack_model
 from lit_gen.quantize import quantize_model
 from lit_gen.settings import Request
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import run_cli
 
 NAMES = ("all_linear_r4", "last_two_layers", "patterns", "qkvo_rslora_r16", "qv_r8")
 
@@ -49,16 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cli(capsys: pytest.CaptureFixture, *args: object, main=lora.main) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the script with these arguments."""
-    argv, sys.argv = sys.argv, ["lora.py", *map(str, args)]
-    try:
-        run_cli(main, repeated=("lora_path",))
-        status = 0
-    except SystemExit as exit:
-        status = exit.code
-    finally:
-        sys.argv = argv
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_script(capsys, main, *args, repeated=("lora_path",))
 
 
 def text_of(folder: Path, adapter: str | None, prompt: str) -> str:

@@ -1,13 +1,12 @@
 """scripts/merge_lora.py: a checkpoint that base.py loads and that writes what lora.py writes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import random_pairs, write_peft
-from conftest import llama_config, randomized, save_byte_tokenizer
+from conftest import llama_config, randomized, run_script, save_byte_tokenizer
 
 from generate import base, lora
 from lit_gen.export import save_lit
@@ -15,21 +14,7 @@ from lit_gen.lora import load_lora, merge_lora
 from lit_gen.model import GPT
 from lit_gen.quantize import quantize_model
 from lit_gen.tokenizer import Tokenizer
-from lit_gen.utils import run_cli
 from scripts import merge_lora as script
-
-
-def cli(capsys: pytest.CaptureFixture, main, *args: object) -> tuple[int, str, str]:
-    argv, sys.argv = sys.argv, ["script", *map(str, args)]
-    try:
-        run_cli(main)
-        status = 0
-    except SystemExit as exit:
-        status = exit.code
-    finally:
-        sys.argv = argv
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder_gives_what_the_adapter_gives(dtype: str | None, folder: Path, tmp_path: Path, capsys) -> None:
     source = ("--checkpoint_dir", folder / "model", "--lora_path", folder / "adapter")
     kind = () if dtype is None else ("--dtype", dtype)
-    status, out, err = cli(capsys, script.main, *source, "--out_dir", tmp_path / "out", *kind)
+    status, out, err = run_script(capsys, script.main, *source, "--out_dir", tmp_path / "out", *kind)
     assert (status, out) == (0, "") and "with" in err, err
     how = ("--prompts", '["a b c", "x"]', "--max_new_tokens", "8", "--ignore_eos", "true")
     how += ("--precision", "32-true" if dtype is None else "bf16-true")
-    _, merged, _ = cli(capsys, base.main, "--checkpoint_dir", tmp_path / "out", *how)
-    _, expected, _ = cli(capsys, lora.main, *source, *how)
-    _, plain, _ = cli(capsys, base.main, "--checkpoint_dir", folder / "model", *how)
+    _, merged, _ = run_script(capsys, base.main, "--checkpoint_dir", tmp_path / "out", *how)
+    _, expected, _ = run_script(capsys, lora.main, *source, *how)
+    _, plain, _ = run_script(capsys, base.main, "--checkpoint_dir", folder / "model", *how)
     assert merged == expected != plain
     model = GPT.from_checkpoint(tmp_path / "out")
     assert model.wte.weight.dtype == (torch.float32 if dtype is None else torch.bfloat16)
@@ -62,7 +47,7 @@ def test_the_folder_gives_what_the_adapter_gives(dtype: str | None, folder: Path
 def test_a_folder_remembers_what_was_merged(folder: Path, tmp_path: Path, capsys) -> None:
     for source, out in ((folder / "model", "once"), (tmp_path / "once", "twice")):
         where = ("--checkpoint_dir", source, "--out_dir", tmp_path / out)
-        assert cli(capsys, script.main, *where, "--lora_path", folder / "adapter")[0] == 0
+        assert run_script(capsys, script.main, *where, "--lora_path", folder / "adapter")[0] == 0
     once, twice = (GPT.from_checkpoint(tmp_path / name) for name in ("once", "twice"))
     assert all(map(torch.equal, once.parameters(), twice.parameters()))
     original = GPT.from_checkpoint(folder / "model")
@@ -88,11 +73,11 @@ def test_errors_are_one_line_and_leave_no_folder(folder: Path, tmp_path: Path, c
         (folder / "model", tmp_path, "is no LoRA"),
     ):
         where = ("--checkpoint_dir", source, "--lora_path", adapter, "--out_dir", tmp_path / "out")
-        status, out, err = cli(capsys, script.main, *where)
+        status, out, err = run_script(capsys, script.main, *where)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1, err
         assert not (tmp_path / "out").exists()
     arguments = ("--checkpoint_dir", folder / "model", "--lora_path", folder / "adapter", "--out_dir", folder / "model")
-    status, _, err = cli(capsys, script.main, *arguments)
+    status, _, err = run_script(capsys, script.main, *arguments)
     assert status == 2 and "give another one" in err
 
 
@@ -100,7 +85,7 @@ def test_stories_merged_to_a_folder_give_the_expected_tokens(stories: Path, tmp_
     for name in ("patterns", "qkvo_rslora_r16"):
         adapter = stories.with_name("stories260K-lora") / name
         where = ("--checkpoint_dir", stories, "--lora_path", adapter, "--out_dir", tmp_path / name)
-        assert cli(capsys, script.main, *where)[0] == 0
+        assert run_script(capsys, script.main, *where)[0] == 0
         cases = json.loads((adapter / "expected_greedy.json").read_text())["prompts"]
         rows = base.generate(GPT.from_checkpoint(tmp_path / name), [case["ids"] for case in cases], max_new_tokens=48)
         assert {row.index: row.tokens for row in rows} == dict(enumerate(case["greedy"] for case in cases))
