@@ -125,8 +125,11 @@ class Step:
         B, T = position.shape
         row = rows
         if isinstance(rows, slice):
-            row = torch.arange(rows.start or 0, (rows.start or 0) + B).repeat_interleave(T)
-        return cls(rows, span, fresh, row=row.contiguous(), position=position.flatten().clone())
+            row = torch.arange(rows.start, rows.stop, rows.step).repeat_interleave(T)
+        # Kernels read 64 bits each; a copy, so that it shares no memory with `rows`.
+        return cls(
+            rows, span, fresh, row=row.long().contiguous(), position=position.flatten().to(torch.int64, copy=True)
+        )
 
 
 class KVCache(nn.Module):

@@ -310,6 +310,7 @@ class GPT(nn.Module):
             raise ValueError(f"column {needed - 1} of a cache of {S} columns, of which {span} are looked at")
         if self.by_token:
             position = torch.arange(T).expand(B, T) if input_pos is None else input_pos
+            rows = slice(*rows.indices(n_rows)) if isinstance(rows, slice) else rows
             return Step.of_tokens(position, rows, span, fresh=input_pos is None)
         return Step(rows, T, fresh=True) if input_pos is None else Step.at(input_pos, rows, span, cache)
 

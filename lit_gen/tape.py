@@ -6,6 +6,8 @@ and the memory for results, the calls are the same each time. So they are noted 
 played back. A model whose blocks do anything else than call kernels, or oneDNN's products, always runs as usual.
 """
 
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_gen.cache import KVCache, Step
@@ -29,67 +32,84 @@ class Tape:
     """Runs the blocks of a packed model, by playback where that is possible.
 
     A generation looks at the modules once, and what was recorded holds as long as they are the same: layers may be
-    swapped between generations. While a module has a forward hook nothing is played back.
+    swapped between generations. Nothing is recorded or played back while a module has a forward hook, or while another
+    thread is at it.
     """
 
     def __init__(self, model: GPT, kernels: Kernels) -> None:
-        self.model, self.kernels = model, kernels
+        self.model, self.kernels = weakref.ref(model), kernels  # weak: it is the model's own tape
+        self.lock = threading.Lock()
         self.key: tuple | None = None
         self.recording: Recording | None = None
         self.version = -1  # of the caches
-        self.caches: list[Tensor] = []
         self.modules: list[nn.Module] = []  # held, so that no other one gets their number
         self.signature: list = []
+        self.hooks: list[dict] = []
 
     def __reduce__(self) -> tuple:
-        return Tape, (self.model, self.kernels)  # addresses are of no use to a copy
+        return Tape, (self.model(), self.kernels)  # addresses are of no use to a copy
 
     def __call__(self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict, step: Step | None) -> Tensor:
-        """x (B, T, C) through the blocks: (B, T, C), which the next call overwrites."""
-        if torch.compiler.is_compiling() or step is None or step.row is None:
+        """x (B, T, C) through the blocks: (B, T, C)."""
+        as_usual = torch.compiler.is_compiling() or step is None or step.row is None or not x.numel()
+        if as_usual or not self.lock.acquire(blocking=False):
             return self._run(x, ropes, masks, step)
-        if self.model.cache_version != self.version:
-            self._look()
-        key = x.dtype, torch.is_autocast_enabled("cpu")
-        given = [x, step.row, step.position, *(table for pair in ropes for table in pair)]
-        if key == self.key:
-            playable = self.recording is not None and not any(self.recording.hooks)
-            return self.recording.play(given + self.caches) if playable else self._run(x, ropes, masks, step)
-        return self._record(key, given, masks, step)[:, : x.size(1)]
+        try:
+            return self._play(x, ropes, masks, step)
+        finally:
+            self.lock.release()
 
-    def _look(self) -> None:
-        """Where the caches are, and whether any module is another one, or has another tensor or number."""
-        caches = [block.attn.kv_cache for block in self.model.h]
-        self.version, self.caches = self.model.cache_version, [x for cache in caches for x in (cache.k, cache.v)]
-        modules, signature = [m for m in self.model.h.modules() if not isinstance(m, KVCache)], []
+    def _play(self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict, step: Step) -> Tensor:
+        model = self.model()
+        if model.cache_version != self.version:
+            self._look(model)
+        if any(self.hooks):
+            return self._run(x, ropes, masks, step)
+        caches = [block.attn.kv_cache for block in model.h]  # not kept: a cache has to go before a larger one is made
+        others = [t for pair in ropes for t in pair] + [t for cache in caches for t in (cache.k, cache.v)]
+        key = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype, *(t.dtype for t in others)
+        given = [t.contiguous() for t in (x, step.row, step.position, *others)]
+        if key == self.key:
+            return self._run(x, ropes, masks, step) if self.recording is None else self.recording.play(given)
+        return self._record(key, given, len(ropes), masks, step)[:, : x.size(1)]
+
+    def _look(self, model: GPT) -> None:
+        """Whether any module is another one, or has another tensor, number or object."""
+        modules, signature = [m for m in model.h.modules() if not isinstance(m, KVCache)], []
         for module in modules:
             signature.append(id(module))
             for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
-                if isinstance(value, Tensor):
-                    signature.append(value.data_ptr() if value.layout is torch.strided else id(value))
-                elif isinstance(value, bool | int | float | str):
-                    signature.append(value)
+                if isinstance(value, Tensor) and value.layout is torch.strided:
+                    signature.append(value.data_ptr())
+                else:
+                    signature.append(value if isinstance(value, bool | int | float | str) else id(value))
         if signature != self.signature:
             self.modules, self.signature, self.key = modules, signature, None
+        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks += [_global_forward_hooks, _global_forward_pre_hooks]
+        self.version = model.cache_version
 
-    def _record(self, key: tuple, given: list[Tensor], masks: dict, step: Step) -> Tensor:
-        if given[1].numel() == 1:  # the strides of a single token say nothing: one of padding beside it
-            given = [torch.cat((t, t), dim=min(t.dim() - 1, 1)) for t in given]
-            given[2][1] = -1
-        (x, row, position, *tables), calls = given, []
+    def _record(self, key: tuple, given: list[Tensor], n_ropes: int, masks: dict, step: Step) -> Tensor:
+        tokens = given[: 3 + 2 * n_ropes]  # the tensors that have something of each token
+        if tokens[1].numel() == 1:  # the strides of a single token say nothing: one of padding beside it
+            tokens = [torch.cat((t, t), dim=min(t.dim() - 1, 1)) for t in tokens]
+            tokens[2][1] = -1
+        (x, row, position, *tables), calls = tokens, []
         ropes = list(zip(tables[::2], tables[1::2], strict=True))
         watch, self.key, self.recording = Watch(calls), None, None
-        self.kernels.here.record = calls.append
         try:
+            self.kernels.here.record = calls.append
             with watch:
                 y = self._run(x, ropes, masks, replace(step, row=row, position=position))
         finally:
             self.kernels.here.record = None
-        self.key, self.recording = key, None if watch.other else Recording(self, calls, given + self.caches, y)
+        given = tokens + given[len(tokens) :]
+        self.recording = None if watch.other else Recording(self.kernels, calls, given, y)
+        self.key = key
         return y
 
     def _run(self, x: Tensor, *where: Any) -> Tensor:
-        for block in self.model.h:
+        for block in self.model().h:
             x = block(x, *where)
         return x
 
@@ -107,8 +127,9 @@ class Watch(TorchDispatchMode):
             self.calls.append((PRODUCT, args[0], list(args[1:3]), out))
         elif func not in EMPTY:  # a view lies where one of the arguments does
             known = {start_of(x) for x in tensors(args) if x.layout is torch.strided}
-            made = tensors(tuple(out) if isinstance(out, tuple | list) else (out,))
-            self.other |= func._schema.is_mutable or any(start_of(x) not in known for x in made)
+            made = list(tensors(tuple(out) if isinstance(out, tuple | list) else (out,)))
+            strange = [x for x in made if start_of(x) not in known]
+            self.other |= func._schema.is_mutable or bool(strange) or not made  # a number, not a tensor, was made
         return out
 
 
@@ -139,9 +160,8 @@ class Recording:
     taken again as soon as nothing reads it any more.
     """
 
-    def __init__(self, tape: Tape, calls: list[tuple], given: list[Tensor], y: Tensor) -> None:
-        self.hooks = [hooks for m in tape.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.kernels, self.arena, self.dtype = tape.kernels, torch.empty(0, dtype=torch.uint8), y.dtype
+    def __init__(self, kernels: Kernels, calls: list[tuple], given: list[Tensor], y: Tensor) -> None:
+        self.kernels, self.arena, self.dtype = kernels, torch.empty(0, dtype=torch.uint8), y.dtype
         n = given[1].numel()
         places = {start_of(tensor): number for number, tensor in enumerate(given)}
         assert len(places) == len(given), "inputs share memory"
@@ -172,6 +192,8 @@ class Recording:
             for start in {start_of(t) for t in tensors(call)}:
                 if last[start] == i and places.get(start, 0) >= len(given):
                     free.append(places[start] - len(given))
+        # Held as long as they are read: a layer may be dropped before it is looked for.
+        self.weights = [t for call in calls for t in tensors(call) if start_of(t) not in places]
         self.out, self.shape = places[start_of(y)], y.shape[2:]
         self.slots = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])  # bytes of a token before each slot
         self.table = np.array(table, dtype=np.int64)
@@ -179,23 +201,25 @@ class Recording:
         self.rows_at, self.rows_per_token = np.array(rows, dtype=np.int64).T
         self.columns_at = np.flatnonzero(self.table[:, 0] == ATTEND) * WIDTH + N_COLUMNS
 
+    @torch.no_grad()
     def play(self, given: list[Tensor]) -> Tensor:
         """The result for these inputs, of which the first is x (B, T, C) and the last a cache: (B, T, C)."""
-        n, x = given[1].numel(), given[0]
-        if (needed := int(self.slots[-1]) * n) > self.arena.numel():
-            arena = torch.empty(needed, dtype=torch.uint8)
+        n, x, arena = given[1].numel(), given[0], self.arena
+        y = torch.empty(*x.shape[:2], *self.shape, dtype=self.dtype)
+        if (needed := int(self.slots[-1]) * n) > arena.numel():
+            with torch.inference_mode(False):  # what is made in it could not be written to outside of it
+                arena = torch.empty(needed, dtype=torch.uint8)
             self.arena = arena if needed <= KEPT else self.arena
-        else:
-            arena = self.arena
 
         def at(place: int, size: int) -> Tensor:  # (n, size)
-            if place < len(given):
-                return given[place].view(n, size)
+            if place < len(given) or place == self.out:
+                return (y if place == self.out else given[place]).view(n, size)
             start = int(self.slots[place - len(given)]) * n
             return arena[start : start + n * size * self.dtype.itemsize].view(self.dtype).view(n, size)
 
         flat, start = self.table.reshape(-1), 0
         bases = [*(t.data_ptr() for t in given), *(self.slots[:-1] * n + arena.data_ptr()).tolist()]
+        bases[self.out] = y.data_ptr()  # instead of the slot, which the next call would overwrite
         flat[self.where] = np.array(bases, dtype=np.int64)[self.place] + self.offset
         flat[self.rows_at], flat[self.columns_at] = self.rows_per_token * n, given[-1].size(2)
         for p in self.products:
@@ -203,7 +227,7 @@ class Recording:
             at(p.out, p.out_size).copy_(product(at(p.x, p.size), *p.weights))
             start = p.before
         self._calls(start, len(self.table))
-        return at(self.out, self.shape.numel()).view(*x.shape[:2], *self.shape)
+        return y
 
     def _calls(self, start: int, stop: int) -> None:
         if stop > start:

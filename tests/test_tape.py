@@ -1,6 +1,8 @@
 """Blocks played back from a list of kernel calls: bit for bit what they give when they run, for any tokens."""
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -148,3 +150,119 @@ def test_a_copy_has_weights_of_its_own() -> None:
     for block in model.h:
         block.mlp.proj.weight.zero_()
     assert tokens(twin, prompts) == expected != tokens(model, prompts)
+
+
+def test_what_a_hook_did_is_not_recorded() -> None:
+    model, other = pack_model(randomized(llama_config())), pack_model(randomized(llama_config(), seed=1))
+    expected = tokens(pack_model(randomized(llama_config())), PROMPTS)
+    handle = model.h[0].mlp.register_forward_hook(lambda module, args, out: other.h[0].mlp(*args))
+    assert tokens(model, PROMPTS) != expected
+    handle.remove()
+    assert tokens(model, PROMPTS) == expected
+
+
+def test_a_global_hook_is_called_too() -> None:
+    model, seen = pack_model(randomized(llama_config())), set()
+    tokens(model, PROMPTS)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.add(module))
+    tokens(model, PROMPTS)
+    handle.remove()
+    assert model.h[1].mlp.fc in seen
+
+
+def step_of(model: GPT) -> Tensor:
+    """Logits of a prompt in the caches as they are."""
+    return model(torch.tensor([[1, 2, 3]]), torch.arange(3)[None])
+
+
+def test_each_autocast_dtype_is_recorded_by_itself() -> None:
+    model = pack_model(randomized(llama_config()).bfloat16())
+    tape, logits = model.run_blocks, {}
+    for how in (tape, tape._run):
+        model.run_blocks = how
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                model.set_kv_cache(1, 16)
+                logits[how is tape, dtype] = step_of(model)
+    assert all(torch.equal(logits[True, dtype], logits[False, dtype]) for dtype in (torch.bfloat16, torch.float16))
+
+
+def test_caches_of_another_dtype_are_not_written_to() -> None:
+    model = pack_model(randomized(llama_config()))
+    model.set_kv_cache(1, 16)
+    step_of(model)
+    assert model.run_blocks.recording is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.set_kv_cache(1, 16)
+    with pytest.raises(AssertionError, match="one dtype"):
+        step_of(model)
+
+
+def test_caches_that_were_put_aside_are_used_again() -> None:
+    model = pack_model(randomized(llama_config()))
+    model.set_kv_cache(1, 16)
+    expected = step_of(model)
+    kept = [block.attn.kv_cache for block in model.h]
+    for block in model.h:
+        block.attn.kv_cache = None
+    model.set_kv_cache(1, 16)
+    model(torch.tensor([[7, 8, 9]]), torch.arange(3)[None])
+    for block, cache in zip(model.h, kept, strict=True):
+        block.attn.kv_cache = cache
+    step, at = torch.tensor([[4]]), torch.tensor([[3]])
+    played, model.run_blocks = model(step, at), model.run_blocks._run
+    assert torch.equal(played, model(step, at)) and torch.equal(step_of(model), expected)
+
+
+def test_memory_is_given_back_at_once() -> None:
+    model = pack_model(randomized(llama_config()))
+    model.set_kv_cache(1, 16)
+    step_of(model), step_of(model)
+    cache, gone = weakref.ref(model.h[0].attn.kv_cache.k), weakref.ref(model)
+    model.clear_kv_cache()
+    assert cache() is None
+    del model
+    assert gone() is None
+
+
+def test_results_of_two_threads_do_not_meet() -> None:
+    model = pack_model(randomized(llama_config()))
+    model.set_kv_cache(2, 64)
+    idx, wrong = torch.randint(100, (2, 40), generator=torch.Generator().manual_seed(0)), []
+    expected = [model(idx[r : r + 1], rows=slice(r, r + 1)) for r in range(2)]
+
+    def work(r: int) -> None:
+        with torch.no_grad():
+            for _ in range(60):
+                wrong.append(not torch.equal(model(idx[r : r + 1], rows=slice(r, r + 1)), expected[r]))
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 120 and not any(wrong)
+
+
+def test_what_inference_mode_played_goes_on_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linear, pack):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: True)
+    model = pack_model(randomized(llama_config()).bfloat16())
+    model.set_kv_cache(1, 16)
+    with torch.inference_mode():
+        expected = [step_of(model) for _ in range(2)]
+    assert torch.equal(step_of(model), expected[1])
+    with torch.enable_grad():
+        assert torch.equal(step_of(model), expected[1]) and not model.run_blocks.recording.arena.requires_grad
+
+
+def test_rows_and_positions_of_any_kind_mean_the_same() -> None:
+    model, idx = pack_model(randomized(llama_config())), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    at = torch.arange(3).expand(2, 3)
+    model.set_kv_cache(4, 16)
+    expected = model(idx, at, rows=slice(1, 4, 2))
+    written = model.h[0].attn.kv_cache.k[:, 0, 0].any(-1)
+    assert written.tolist() == [False, True, False, True]
+    assert torch.equal(model(idx, at.int(), rows=slice(-2, None)), expected)
+    rows = torch.tensor([2, 2, 2, 3, 3, 3]).int()
+    assert torch.equal(model(idx.view(1, 6), at.int().reshape(1, 6), rows=rows).view_as(expected), expected)
