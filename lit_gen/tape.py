@@ -44,6 +44,7 @@ class Tape:
         self.version = -1  # of the caches
         self.modules: list[nn.Module] = []  # held, so that no other one gets their number
         self.signature: list = []
+        self.attentions: list[nn.Module] = []
         self.hooks: list[dict] = []
 
     def __reduce__(self) -> tuple:
@@ -65,10 +66,12 @@ class Tape:
             self._look(model)
         if any(self.hooks):
             return self._run(x, ropes, masks, step)
-        caches = [block.attn.kv_cache for block in model.h]  # not kept: a cache has to go before a larger one is made
-        others = [t for pair in ropes for t in pair] + [t for cache in caches for t in (cache.k, cache.v)]
-        key = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype, *(t.dtype for t in others)
-        given = [t.contiguous() for t in (x, step.row, step.position, *others)]
+        # Caches are not kept: one has to go before a larger one is made.
+        caches = [attn._modules["kv_cache"]._buffers for attn in self.attentions]
+        caches = [cache[name] for cache in caches for name in ("k", "v")]
+        given = [t.contiguous() for t in (x, step.row, step.position, *(table for pair in ropes for table in pair))]
+        dtypes = x.dtype, given[-1].dtype, caches[0].dtype, torch.get_autocast_dtype("cpu")
+        key, given = (*dtypes, torch.is_autocast_enabled("cpu")), given + caches
         if key == self.key:
             return self._run(x, ropes, masks, step) if self.recording is None else self.recording.play(given)
         return self._record(key, given, len(ropes), masks, step)[:, : x.size(1)]
@@ -87,7 +90,7 @@ class Tape:
             self.modules, self.signature, self.key = modules, signature, None
         self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.hooks += [_global_forward_hooks, _global_forward_pre_hooks]
-        self.version = model.cache_version
+        self.attentions, self.version = [block.attn for block in model.h], model.cache_version
 
     def _record(self, key: tuple, given: list[Tensor], n_ropes: int, masks: dict, step: Step) -> Tensor:
         tokens = given[: 3 + 2 * n_ropes]  # the tensors that have something of each token
@@ -201,14 +204,12 @@ class Recording:
         self.rows_at, self.rows_per_token = np.array(rows, dtype=np.int64).T
         self.columns_at = np.flatnonzero(self.table[:, 0] == ATTEND) * WIDTH + N_COLUMNS
 
-    @torch.no_grad()
     def play(self, given: list[Tensor]) -> Tensor:
         """The result for these inputs, of which the first is x (B, T, C) and the last a cache: (B, T, C)."""
         n, x, arena = given[1].numel(), given[0], self.arena
         y = torch.empty(*x.shape[:2], *self.shape, dtype=self.dtype)
         if (needed := int(self.slots[-1]) * n) > arena.numel():
-            with torch.inference_mode(False):  # what is made in it could not be written to outside of it
-                arena = torch.empty(needed, dtype=torch.uint8)
+            arena = torch.empty(needed, dtype=torch.uint8)
             self.arena = arena if needed <= KEPT else self.arena
 
         def at(place: int, size: int) -> Tensor:  # (n, size)

@@ -244,18 +244,6 @@ def test_results_of_two_threads_do_not_meet() -> None:
     assert len(wrong) == 120 and not any(wrong)
 
 
-def test_what_inference_mode_played_goes_on_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (linear, pack):
-        monkeypatch.setattr(module, "multiplies", lambda dtype: True)
-    model = pack_model(randomized(llama_config()).bfloat16())
-    model.set_kv_cache(1, 16)
-    with torch.inference_mode():
-        expected = [step_of(model) for _ in range(2)]
-    assert torch.equal(step_of(model), expected[1])
-    with torch.enable_grad():
-        assert torch.equal(step_of(model), expected[1]) and not model.run_blocks.recording.arena.requires_grad
-
-
 def test_rows_and_positions_of_any_kind_mean_the_same() -> None:
     model, idx = pack_model(randomized(llama_config())), torch.tensor([[1, 2, 3], [4, 5, 6]])
     at = torch.arange(3).expand(2, 3)
