@@ -8,7 +8,6 @@ text, so it is in no mask, takes no cache column and counts for no length. Gates
 the model is what it was without.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ from lit_gen.attend import attend
 from lit_gen.cache import Step
 from lit_gen.config import Config
 from lit_gen.durable import partial_path, publish
+from lit_gen.made_for import check_base, shape_of
 from lit_gen.model import GPT, CausalSelfAttention
 from lit_gen.shards import SafetensorsReader
 from lit_gen.utils import UserError
 
 METHOD, FILE = "adapter", "lit_model_adapter.safetensors"
-BASE = ("model_type", "vocab_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class Prefix(nn.Module):
     def __init__(self, config: Config, length: int, like: Tensor) -> None:
         super().__init__()
         factory = {"dtype": like.dtype, "device": like.device}
-        self.weight = nn.Parameter(
-            torch.randn(length, config.n_embd, **factory)
-        )  # of about the size of a norm's output
+        self.weight = nn.Parameter(torch.randn(length, config.n_embd, **factory))  # about as large as a norm's output
         self.gate = nn.Parameter(torch.zeros(config.n_head, 1, **factory))
 
     def forward(self, y: Tensor, q: Tensor, attn: CausalSelfAttention, step: Step | None) -> Tensor:
@@ -167,7 +164,7 @@ def write_adapter(file: Path, method: str, tensors: Mapping[str, Tensor], config
     gates = [int(name.split(".")[1]) for name in tensors if name.endswith(".prefix.gate")]
     length = len(tensors[f"h.{gates[0]}.attn.prefix.weight"]) if gates else 0
     metadata = {"method": method, "length": str(length), "start_layer": str(min(gates, default=0))}
-    metadata["base"] = json.dumps({name: getattr(config, name) for name in BASE})
+    metadata["base"] = shape_of(config)
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial_path(file), metadata)
     publish(partial_path(file), file)
 
@@ -191,14 +188,10 @@ class AdapterFile:
         if metadata.get("method") != method:
             raise UserError(f"{self.file} is no file of method {method}, but of {metadata.get('method')!a:.40}")
         try:
-            base = dict(json.loads(metadata["base"]))
             self.config = AdapterConfig(int(metadata["length"]), int(metadata["start_layer"]))
-        except (KeyError, ValueError, TypeError, RecursionError):
+        except (KeyError, ValueError):
             raise UserError(f"{self.file} does not say what it was made for; train it again") from None
-        for field in BASE:
-            if base.get(field) != getattr(config, field):
-                theirs, ours = f"{base.get(field)!a:.40}", f"{getattr(config, field)!a:.40}"
-                raise UserError(f"{self.file} was trained on another model: its {field} is {theirs}, here it is {ours}")
+        check_base(self.file, metadata, config)
         self.prefixed = self.config.prefixed(config, method)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:

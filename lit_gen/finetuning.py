@@ -1,5 +1,6 @@
 """What fine-tuning is for Lightning's Trainer, and what of a model each method trains and writes."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lit_gen.adapter import AdapterConfig, add_adapter, save_adapter
 from lit_gen.adapter_v2 import add_adapter_v2, save_adapter_v2
 from lit_gen.checkpoint import LIT_MODEL
+from lit_gen.config import Config
 from lit_gen.export import save_lit
 from lit_gen.lora import LoRAConfig, add_lora, save_lora
 from lit_gen.model import GPT
@@ -62,6 +64,16 @@ class Finetune(LightningModule):
         torch.set_rng_state(checkpoint["random"])
 
 
+def check_options(method: Method, lora: LoRAConfig, adapter: AdapterConfig, config: Config) -> None:
+    """UserError for options of another method, and for numbers of an adapter that make no sense."""
+    given = {"lora": lora != LoRAConfig(), "adapter": adapter != AdapterConfig()}
+    for name, other in given.items():
+        if other and not method.startswith(name):
+            raise UserError(f"--{name} options do not go with --method {method}: leave them out")
+    if method.startswith("adapter"):
+        adapter.prefixed(config, method)
+
+
 def prepare(model: GPT, method: Method, lora: LoRAConfig, adapter: AdapterConfig) -> GPT:
     """Makes the parameters trainable that the method trains, and puts the model into training mode."""
     if method == "full":
@@ -98,8 +110,14 @@ def check_checkpoint(file: Path | None, made_with: dict[str, str], epochs: int) 
         raise UserError(f"{file} is in epoch {done + 1} already: resume with --epochs {done + 1} or more")
 
 
-def save(model: GPT, method: Method, out_dir: Path, base: Path) -> None:
-    """Writes what was trained: a lit folder, or the file that generate/{method}.py loads beside the base."""
+def save(model: GPT, method: Method, out_dir: Path, base: Path, loss: float | None) -> None:
+    """Writes what was trained: a lit folder, or the file that generate/{method}.py loads beside the base.
+
+    UserError, and nothing is written, if weights or the loss on the held-out rows (None: there are none) are no numbers.
+    """
+    finite = all(p.isfinite().all() for p in model.parameters() if p.requires_grad)
+    if not finite or not math.isfinite(loss or 0.0):
+        raise UserError(f"the training diverged, so {out_dir} gets no weights: lower --learning_rate")
     if method == "full":
         return save_lit(model.requires_grad_(False), out_dir, base)
     write = {"lora": save_lora, "adapter": save_adapter, "adapter_v2": save_adapter_v2}[method]

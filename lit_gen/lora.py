@@ -8,11 +8,9 @@
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021: W + alpha / r * B @ A.
 """
 
-import json
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from lit_gen.durable import partial_path, publish
 from lit_gen.lora_layers import LoRALinear, LowRank
 from lit_gen.lora_parts import LoRA, Part, Place, digest, read_pair, shapes
 from lit_gen.lora_rows import TIED, linear_at
+from lit_gen.made_for import check_base, shape_of
 from lit_gen.model import GPT
 from lit_gen.peft import CONFIG, base_name, read_peft
 from lit_gen.settings import is_number
@@ -34,7 +33,6 @@ from lit_gen.utils import UserError, read_json
 LIT_LORA = "lit_model_lora.safetensors"
 TARGETS = {"proj": "attn.proj", "fc": "mlp.fc", "mlp_proj": "mlp.proj"}  # q, k and v are rows of attn.qkv
 ALL = ("q", "k", "v", *TARGETS)
-SHAPE = ("model_type", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size", "vocab_size")
 
 
 def load_lora(path: Path, config: Config, base: Path | None = None) -> LoRA:
@@ -106,23 +104,6 @@ def _lit_places(config: Config) -> dict[str, Place]:
         elif name == "lm_head" or name.endswith(tuple(TARGETS.values())):
             found[name] = Place(param, slice(0, N), K)
     return found
-
-
-def shape_of(config: Config) -> str:
-    """What tells models of different shapes apart, as text for the metadata of a file."""
-    return json.dumps({name: getattr(config, name) for name in SHAPE})
-
-
-def check_base(file: Path, metadata: Mapping[str, str], config: Config) -> None:
-    """UserError if a file was made for a model of another shape, or does not say for which."""
-    try:
-        made_for, here = json.loads(metadata.get("base", "")), json.loads(shape_of(config))
-        differ = [name for name in here if made_for.get(name) != here[name]]
-    except (ValueError, AttributeError, RecursionError):
-        raise UserError(f"{file} does not say for which model it is; save it again") from None
-    if differ:
-        name = differ[0]
-        raise UserError(f"{file} is for another model: {name} is {made_for.get(name)!r:.40} there, {here[name]} here")
 
 
 @torch.no_grad()

@@ -180,7 +180,8 @@ class GPT(nn.Module):
     @torch.inference_mode(False)
     def resize_kv_cache(self, batch_size: int, max_seq_length: int) -> None:
         """Gives the caches another shape and keeps what fits into it."""
-        if all(cache.k.shape[::2] == (batch_size, max_seq_length) for cache in self._caches()):
+        tensors = [x for cache in self._caches() for x in (cache.k, cache.v)]  # memory may have run out in between
+        if all(x.shape[::2] == (batch_size, max_seq_length) for x in tensors):
             return
         self.cache_version += 1
         for cache in self._caches():

@@ -31,8 +31,9 @@ from lit_gen.adapter import AdapterConfig
 from lit_gen.checkpoint import load_config, weight_format
 from lit_gen.download import fetch_default_model
 from lit_gen.examples import Batches, Example, read_examples
-from lit_gen.finetuning import FILES, Finetune, Method, check_checkpoint, prepare, save
-from lit_gen.lora import LoRAConfig, shape_of
+from lit_gen.finetuning import FILES, Finetune, Method, check_checkpoint, check_options, prepare, save
+from lit_gen.lora import LoRAConfig
+from lit_gen.made_for import shape_of
 from lit_gen.prompts import encode_prompt, read_prompts
 from lit_gen.settings import check_count, is_number
 from lit_gen.utils import UserError, run_cli
@@ -103,7 +104,8 @@ def fit(
     counts = {"epochs": epochs, "warmup_steps": warmup_steps, "sample_every": sample_every, "save_every": save_every}
     batches = {"batch_size": batch_size, "accumulate": accumulate}
     check_counts(learning_rate, max_steps, counts | batches | {"sample_tokens": sample_tokens})
-    made_with |= {name: str(count) for name, count in {"val_rows": val_rows, **batches}.items()}
+    rates = {"learning_rate": learning_rate, "warmup_steps": warmup_steps}  # Lightning takes those of the checkpoint
+    made_with |= {name: str(count) for name, count in {"val_rows": val_rows, **batches, **rates}.items()}
     check_checkpoint(resume, made_with, epochs)
     train, held_out = split(rows, val_rows, seed)
     torch.manual_seed(seed)
@@ -124,8 +126,8 @@ def check_counts(learning_rate: float, max_steps: int, counts: dict[str, int]) -
         check_count("max_steps", max_steps)
     for name, count in counts.items():
         check_count(name, count)
-    if not (is_number(learning_rate) and learning_rate >= 0):
-        raise UserError(f"learning_rate is {learning_rate}, but must be a finite number >= 0")
+    if not (is_number(learning_rate) and 0 <= learning_rate <= 1e30):
+        raise UserError(f"learning_rate is {learning_rate}, but must be a number from 0 to 1e30")
 
 
 def loggers(out_dir: Path) -> list[Logger]:
@@ -174,8 +176,7 @@ def main(
     base = checkpoint_dir or fetch_default_model()
     config, tokenizer = load_config(base), Tokenizer(base)
     check(out_dir, method, base, precision, resume, seed)
-    if method.startswith("adapter"):
-        adapter.prefixed(config, method)  # is refused here if it makes no sense
+    check_options(method, lora, adapter, config)
     rows = read_examples(data, tokenizer, min(max_length, config.block_size), chat)
     in_chat = tokenizer.chat_template is not None if chat is None else chat
     prompts = read_prompts(sample_prompts) if sample_prompts else ()
@@ -190,7 +191,7 @@ def main(
     made_with |= {"seed": str(seed), "data": hashlib.sha256(str(rows).encode()).hexdigest()}
     last = out_dir / LAST if resume else None
     model, numbers = fit(load, tokenizer, rows, samples, out_dir, last, seed, made_with, **kwargs)
-    save(model, method, out_dir, base)
+    save(model, method, out_dir, base, numbers["val_loss_after"])
     print(json.dumps({"method": method, **numbers, "out_dir": str(out_dir)}))
 
 

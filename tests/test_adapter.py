@@ -225,9 +225,9 @@ GATE = "h.1.attn.prefix.gate"
         ({"length": "9" * 30}, {}, "up to 256"),
         ({"start_layer": "2"}, {}, "would change nothing in a model of 2 layers"),
         ({"start_layer": None}, {}, "does not say what it was made for"),
-        ({"base": "[" * 100_000}, {}, "does not say what it was made for"),
-        ({"base": "3"}, {}, "does not say what it was made for"),
-        ({"base": json.dumps({"model_type": "llama"})}, {}, "its vocab_size is None, here it is 512"),
+        ({"base": "[" * 100_000}, {}, "does not say for which model it is"),
+        ({"base": "3"}, {}, "does not say for which model it is"),
+        ({"base": json.dumps({"model_type": "llama"})}, {}, "vocab_size is None there, 512 here"),
         ({}, {GATE: None}, f"lacks '{GATE}'"),
         ({}, {"extra": torch.zeros(1)}, "has a surplus tensor 'extra'"),
         ({}, {GATE: torch.zeros(3, 1)}, r"has shape \(3, 1\) where \(4, 1\) is needed"),
@@ -247,9 +247,9 @@ def test_a_wrong_file_is_named_and_nothing_half_applied(
 
 def test_a_file_for_another_base_missing_or_cut_is_named(tiny_llama: GPT, tiny_neox: GPT, tmp_path: Path) -> None:
     save_adapter(trained(tiny_llama), tmp_path / FILE)
-    with pytest.raises(UserError, match="its model_type is 'llama', here it is 'gpt_neox'"):
+    with pytest.raises(UserError, match="model_type is 'llama' there, gpt_neox here"):
         load_adapter(tiny_neox, tmp_path)
-    with pytest.raises(UserError, match="its n_layer is 2, here it is 3"):
+    with pytest.raises(UserError, match="n_layer is 2 there, 3 here"):
         load_adapter(randomized(llama_config(n_layer=3)), tmp_path)
     with pytest.raises(UserError, match="there is no adapter at"):
         load_adapter(tiny_llama, tmp_path / "none")

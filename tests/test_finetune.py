@@ -40,7 +40,9 @@ def cli(capsys: pytest.CaptureFixture, script: ModuleType, *args: object, **opti
 
 
 def train(capsys: pytest.CaptureFixture, **options: object) -> dict:
-    """The line that the script prints at its end."""
+    """The line that the script prints at its end. Options of other methods are left out."""
+    others = tuple(name for name in ("lora.", "adapter.") if not options.get("method", "lora").startswith(name[:-1]))
+    options = {name: value for name, value in options.items() if not name.startswith(others)}
     status, out, err = cli(capsys, finetune, **options)
     assert status == 0, err
     return json.loads(out.splitlines()[-1])
@@ -237,6 +239,8 @@ def test_bad_input_is_one_line_before_weights_are_read(
         ({"lora.targets": ["q", "x"]}, "unknown: 'x'"),
         ({"method": "adapter", "adapter.start_layer": 3}, "would change nothing in a model of 3 layers"),
         ({"method": "adapter", "adapter.length": 0}, "would change nothing"),
+        ({"method": "full", "lora.r": 4}, "--lora options do not go with --method full"),
+        ({"method": "lora", "adapter.length": 4}, "--adapter options do not go with --method lora"),
         ({"method": "lora2"}, "method"),
         ({"chat": True}, "no chat template"),
     ):
@@ -261,6 +265,8 @@ def test_a_job_goes_on_with_what_it_was_made_with_only(
         ({"accumulate": 2}, "accumulate = '1', not '2'"),
         ({"seed": 3}, "seed = '1234', not '3'"),
         ({"val_rows": 8}, "val_rows = '32', not '8'"),
+        ({"learning_rate": 0.5}, "learning_rate = "),
+        ({"warmup_steps": 3}, "warmup_steps = '10', not '3'"),
         ({"data": other}, "data = "),
         ({"precision": "bf16-true"}, "precision = '32-true', not 'bf16-true'"),
         ({"epochs": 1}, "in epoch 2 already: resume with --epochs 2 or more"),
@@ -268,6 +274,13 @@ def test_a_job_goes_on_with_what_it_was_made_with_only(
         status, out, err = cli(capsys, finetune, **(options | wrong), resume=True)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1, (wrong, err)
     assert not (tmp_path / "out" / FILES["adapter_v2"]).exists()
+
+
+def test_a_training_that_diverges_writes_no_weights(checkpoint: Path, data: Path, tmp_path: Path, capsys) -> None:
+    options = {"data": data, "checkpoint_dir": checkpoint, "out_dir": tmp_path / "out", "method": "full"}
+    status, out, err = cli(capsys, finetune, **options, learning_rate=1e30, warmup_steps=1, epochs=2)
+    assert status == 2 and "the training diverged" in err.splitlines()[-1]
+    assert not (tmp_path / "out" / FILES["full"]).exists()
 
 
 @pytest.mark.parametrize("method", METHODS)

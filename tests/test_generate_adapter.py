@@ -142,7 +142,7 @@ def test_a_wrong_adapter_is_one_line_before_weights_are_read(
     monkeypatch.setattr(GPT, "from_checkpoint", lambda *_: pytest.fail("read the weights"))
     for path, message in (
         (tmp_path, "there is no adapter at"),
-        (tmp_path / "other", "its vocab_size is 301, here it is 300"),
+        (tmp_path / "other", "vocab_size is 301 there, 300 here"),
         (cut, "not a whole safetensors file"),
         (tmp_path / "fine" / SCRIPTS[other][0], "no file of method"),
         (checkpoint / "lit_model.safetensors", "no file of method"),
