@@ -113,7 +113,7 @@ def check_checkpoint(file: Path | None, made_with: dict[str, str], epochs: int) 
 def save(model: GPT, method: Method, out_dir: Path, base: Path, loss: float | None) -> None:
     """Writes what was trained: a lit folder, or the file that generate/{method}.py loads beside the base.
 
-    UserError, and nothing is written, if weights or the loss on the held-out rows (None: there are none) are no numbers.
+    UserError, and nothing written, if weights or the loss on held-out rows (None: there are none) are not finite.
     """
     finite = all(p.isfinite().all() for p in model.parameters() if p.requires_grad)
     if not finite or not math.isfinite(loss or 0.0):
