@@ -8,6 +8,7 @@ a large vocabulary; the dequantisation is the gguf package's. What metadata and 
 import math
 import mmap
 import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,13 +74,29 @@ class Cursor:
         return [self.string() for _ in range(count)]
 
 
+Heads = dict[str, tuple[tuple[int, ...], int, int]]  # tensor name -> shape, type number, offset from the first one
+
+
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], mmap.mmap]:
     """Returns the metadata, the memory-mapped tensors and the map of a file, every size checked against the file's."""
+    data = map_file(path)
+    state = path.stat()
+    metadata, heads, base = _read_head(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+    return dict(metadata), map_tensors(np.frombuffer(data, np.uint8), base, heads), data
+
+
+def map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise UserError(f"cannot be read: {error}") from None
+
+
+@lru_cache(maxsize=1)  # config, tokenizer and weights are read apart, and a large vocabulary takes 0.3 s
+def _read_head(path: Path, state: tuple[int, ...]) -> tuple[dict[str, Any], Heads, int]:
+    """Metadata, tensors, and where the first tensor begins; `state` tells this file from a later one of its name."""
+    data = map_file(path)
     cursor = Cursor(data)
     if data[:4] != b"GGUF":
         raise UserError(f"not a GGUF file: it begins with {data[:4]!r}")
@@ -92,21 +109,22 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], mmap
         if key in metadata:
             raise UserError(f"damaged: metadata key {key!r} occurs twice")
         metadata[key] = cursor.value(*cursor.numbers("I"))
-    heads: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    alignment = metadata.get("general.alignment", 32)
+    if not (isinstance(alignment, int) and alignment >= 8 and alignment & (alignment - 1) == 0):
+        raise UserError(f"damaged: general.alignment is {alignment!r}, not a power of two from 8 on")
+    heads: Heads = {}
     for _ in range(n_tensors):
         name, (n_dims,) = cursor.string(), cursor.numbers("I")
         if name in heads or not 1 <= n_dims <= 4:
             raise UserError(f"damaged: tensor {name!r} occurs twice or has {n_dims} dimensions")
         heads[name] = (cursor.numbers(f"{n_dims}Q")[::-1], *cursor.numbers("IQ"))
-    alignment = metadata.get("general.alignment", 32)
-    if not (isinstance(alignment, int) and alignment >= 8 and alignment & (alignment - 1) == 0):
-        raise UserError(f"damaged: general.alignment is {alignment!r}, not a power of two from 8 on")
-    base = -(-cursor.pos // alignment) * alignment
-    return metadata, map_tensors(np.frombuffer(data, np.uint8), base, heads, alignment), data
+        if heads[name][2] % alignment:
+            raise UserError(f"damaged: tensor {name} has the offset {heads[name][2]}, not a multiple of {alignment}")
+    return metadata, heads, -(-cursor.pos // alignment) * alignment
 
 
-def map_tensors(data: np.ndarray, base: int, heads: dict, alignment: int) -> dict[str, StoredTensor]:
-    """Cuts the bytes from `base` on into tensors. `heads` maps a name to (shape, type number, offset from base)."""
+def map_tensors(data: np.ndarray, base: int, heads: Heads) -> dict[str, StoredTensor]:
+    """Cuts the bytes from `base` on into tensors."""
     tensors, end = {}, base
     for name, (shape, number, offset) in sorted(heads.items(), key=lambda item: item[1][2]):
         try:
@@ -116,7 +134,7 @@ def map_tensors(data: np.ndarray, base: int, heads: dict, alignment: int) -> dic
         except (ValueError, KeyError, NotImplementedError):
             raise UserError(f"tensor {name} has type {number}, which the gguf package cannot dequantise") from None
         n_rows, width = (shape[0], 1) if len(shape) == 1 else (math.prod(shape[:-1]), shape[-1])
-        if 0 in shape or width % block or offset % alignment or base + offset < end:
+        if 0 in shape or width % block or base + offset < end:
             raise UserError(f"damaged: tensor {name} has type {kind.name}, shape {shape} and offset {offset}")
         row_bytes, start = width // block * block_bytes, base + offset
         end = start + n_rows * row_bytes
@@ -178,6 +196,7 @@ class GGUFCheckpoint:
         assert len(rows), f"no rows of {name} in [{start}, {stop})"
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)  # pages that were read would count as this process's memory
+        rows = rows.reshape(1, -1)  # as one row: the package goes through 16 rows at a time, which is slow
         values = gguf.quants.dequantize(rows, source.stored.type).reshape(-1, *source.shape[1:])
         if name.endswith("norm.weight") and self.config["model_type"] in ("gemma2", "gemma3_text"):
             values -= 1  # stored as 1 + w

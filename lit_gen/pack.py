@@ -141,7 +141,7 @@ def lay_out(linear: nn.Linear | QuantizedLinear) -> tuple[Tensor, Tensor | None]
 def _panels(weight: Tensor) -> Tensor:
     """(N, K) -> panels of 32 columns, (N / 32, K, 32); bfloat16 as pairs of columns j, 16 + j, (N / 32, K, 16, 2)."""
     N, K = weight.shape
-    padded = torch.cat([weight, weight.new_zeros(-N % PANEL, K)])
+    padded = torch.cat([weight, weight.new_zeros(-N % PANEL, K)]) if N % PANEL else weight
     if weight.dtype != torch.bfloat16:
         return padded.view(-1, 32, K).transpose(1, 2)
     return padded.view(-1, 2, 16, K).permute(0, 3, 2, 1)

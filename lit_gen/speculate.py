@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 
 from lit_gen.stopping import Row
 
-LONG, SHORT = 3, 2  # so many tokens at the end of a text are looked for, the longer ones first
+LENGTHS = (8, 5, 3, 2)  # so many tokens at the end of a text are looked for; more of them are less often by chance
 PRIOR = 4.0  # judged guesses that the whole batch's rate counts as, in the rate of a row
 FORGET = 0.97  # weight of what was learnt before, after each step
 WORTH = 1.05  # how many times as many tokens per second a step with guesses has to promise
 AGAIN = 32  # steps with guesses, then one without, to know what that takes
+STRANGE = 2.0  # a step that takes so many times as long as expected was disturbed, unless the one before it was as well
 
 
 class Lookup:
@@ -31,7 +32,7 @@ class Lookup:
         self.text += tokens[len(self.text) - prompt_length :]
         for end in range(self._read, len(self.text)):
             self._match = None
-            for length in (LONG, SHORT):
+            for length in LENGTHS:
                 key = tuple(self.text[end + 1 - length : end + 1])
                 if len(key) == length:
                     place = self._seen.get(key)
@@ -66,6 +67,7 @@ class Speculation:
         self._since = 0  # steps with guesses after it
         self._sums = [0.0] * 5  # of steps with guesses: of 1, N, N * N, seconds, N * seconds
         self._slope = 1 / 16  # b / a, until steps of different sizes were measured
+        self._disturbed = False  # whether the last step with guesses was
         self._offered: list[tuple[Row, int, int]] = []  # a row, its first guess, and how many tokens it had
 
     def guess(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -113,13 +115,21 @@ class Speculation:
         a = y / (n + self._slope * x) if n else per_row
         return per_row * (1 + self._slope * n_rows), a, a * self._slope
 
+    def _is_strange(self, seconds: float, n_rows: int, fed: int) -> bool:
+        if self._plain is None:
+            return False
+        _, a, b = self._cost(n_rows)
+        return seconds > STRANGE * (a + b * fed)
+
     def learn(self, guesses: Sequence[Sequence[int]], seconds: float) -> None:
         """Takes what a step that checked these guesses took; the rows have their new tokens already."""
         fed = len(guesses) + sum(map(len, guesses))
         if fed > len(guesses):
             self._since += 1
-            for i, value in enumerate((1.0, fed, fed * fed, seconds, fed * seconds)):
-                self._sums[i] = FORGET * self._sums[i] + value
+            self._disturbed = not self._disturbed and self._is_strange(seconds, len(guesses), fed)
+            if not self._disturbed:
+                for i, value in enumerate((1.0, fed, fed * fed, seconds, fed * seconds)):
+                    self._sums[i] = FORGET * self._sums[i] + value
         elif guesses:
             before = seconds if self._plain is None or self._plain[1] != fed else self._plain[0]
             self._plain, self._since = ((before + seconds) / 2, fed), 0

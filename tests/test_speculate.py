@@ -1,6 +1,7 @@
 """Guessing from a row's own text: never another token, and no work where it does not pay."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -150,6 +151,30 @@ def test_checks_that_take_longer_than_they_bring_are_given_up() -> None:
 
     assert steps(1.5)[0] < 10
     assert steps(0.2)[1] < 30  # some, to know what they take
+
+
+def test_a_disturbed_step_does_not_end_the_checks() -> None:
+    """One check in 40 takes 20 times as long as it should, which says nothing of the others; all do from some point."""
+
+    def checks(strange: Callable[[int], bool]) -> int:
+        speculation, done = Speculation(3), 0
+        row = Row(0, [5, 6, 7] * 20, Settings(max_new_tokens=10_000))
+        row.filled = 60
+        row.push(5)
+        place = 0
+        for i in range(400):
+            guesses = speculation.guess([row])
+            done += bool(guesses[0])
+            for _ in range(1 + len(guesses[0])):
+                place += 1
+                row.push([5, 6, 7][place % 3])
+                row.filled += 1
+            slow = 20 if guesses[0] and strange(i) else 1
+            speculation.learn(guesses, slow * (1.0 + 0.1 * len(guesses[0])))
+        return done
+
+    assert checks(lambda i: i % 40 == 3) > 360
+    assert checks(lambda i: i >= 40) < 80
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
