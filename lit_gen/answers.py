@@ -52,7 +52,7 @@ class Answers:
 
     Attributes:
         config, tokenizer, strict: for `generate`.
-        longest, n_rows, cache_rows: columns and number of rows to come, and cache rows for them; as far as is known without reading all prompts.
+        longest, n_rows, cache_rows: columns of a row, rows to come and what they take, as far as is known so early.
         finished: whether nothing is left to do.
         interrupts: note signals while they are entered.
     """

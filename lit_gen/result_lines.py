@@ -16,7 +16,8 @@ def result_lines(prompt: Prompt, rows: Sequence[Row], tokenizer: Tokenizer) -> l
 
     index: the prompt's place, from 0. id: the user's, or the index. sample: only if the prompt has several rows.
     prompt: text, messages or token ids, as given. score: only after a search (see beams.py). logprobs: only if
-    asked for, per token its `id`, its `logprob` and `top`, pairs of id and log-probability. error: only if the finish reason is "error" or "nan".
+    asked for, per token its `id`, its `logprob` and `top`, pairs of id and log-probability. error: only if the finish
+    reason is "error" or "nan".
 
     With the finish reason "error" nothing was generated, so text, token_ids and logprobs are left out, however late the
     error was found; prompt too if the line could not be read:
