@@ -148,7 +148,7 @@ def run(
     if answers.finished:
         return
     with answers:
-        plan = plan_batch(answers.config, dtype, device, answers.longest, answers.n_rows, max_batch_size, format)
+        plan = plan_batch(answers.config, dtype, device, answers.longest, answers.cache_rows, max_batch_size, format)
         print(plan, file=sys.stderr)
         start, model = time.perf_counter(), prepare_model(fabric, load, format, batch_invariant, compile)
         stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)

@@ -52,7 +52,7 @@ class Answers:
 
     Attributes:
         config, tokenizer, strict: for `generate`.
-        longest, n_rows: cache columns of a row, and rows to come, as far as is known without reading all prompts.
+        longest, n_rows, cache_rows: columns of a row, rows to come and what they take, as far as is known so early.
         finished: whether nothing is left to do.
         interrupts: note signals while they are entered.
     """
@@ -82,10 +82,9 @@ class Answers:
         self._open: dict[int, list] = {}  # place -> [prompt, rows that will come, rows that wait for them]
         self._results: Results | None = None
         self._waiting: dict[int, Row] = {}  # rows to print after others
-        self.interrupts = Interrupts()
-        self._printed, self.failed, self._unfit = 0, 0, 0
+        self._printed, self.failed, self._unfit, self.interrupts = 0, 0, 0, Interrupts()
         self._make_batch = partial(make_batch, config=self.config, tokenizer=self.tokenizer, **settings)
-        self._make_batch(iter(()))  # names a wrong setting before any work
+        self._width = self._make_batch(iter(())).width  # names a wrong setting before any work
         once = is_stream(prompts)
         self._prompts = prompts if path and isinstance(prompts, str) and not once else list(read_prompts(prompts))
         if path is not None:
@@ -124,7 +123,7 @@ class Answers:
 
     def _look_ahead(self) -> None:
         """Checks the prompts (all of them if strict), and finds out how long and how many rows there are."""
-        rows = self._make_batch((request for _, _, request in self._read()), strict=self.strict).waiting
+        rows = self._make_batch((request for _, _, request in self._read()), strict=self.strict).rows
         seen = rows if self.strict else islice(rows, AHEAD)
         self.longest = max((row.columns for row in seen if row.error is None), default=1)
         done, dropped = (0, 0) if self._results is None else (len(self._results.done), self._results.dropped)
@@ -132,6 +131,7 @@ class Answers:
             self.n_rows = sum(n for _, n, _ in self._read(encode=False))
         else:  # not worth another reading
             self.n_rows = len(range(self.shard[0], self._n_prompts, self.shard[1])) * self.n_samples
+        self.cache_rows = self.n_rows * self._width  # more than one to a row in a search (see beams.py)
         if done or dropped:
             damage = f"; {dropped} damaged line{'s' * (dropped > 1)} dropped" if dropped else ""
             say(f"resumed: {done} done, {self.n_rows} left{damage}")
@@ -159,7 +159,7 @@ class Answers:
                     error = str(problem)
             request = Request(ids, prompt.settings, prompt.where, error, done, prompt.index)
             if begun:  # or is it one that cannot be run, whose only row is there?
-                left = sum(1 for _ in self._make_batch(iter([request]), strict=False).waiting)
+                left = sum(1 for _ in self._make_batch(iter([request]), strict=False).rows)
             yield prompt, left, request
 
     def _done(self, prompt: Prompt, n: int) -> Container[int]:

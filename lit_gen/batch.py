@@ -55,9 +55,10 @@ class Batch:
         speculate: check up to so many guesses of each row in a step.
 
     Attributes:
+        width: cache rows of each prompt; with a search (see beams.py) more than one.
         running: the place in this list is the cache row.
         shape: rows and columns that the cache must have.
-        moves: (source, target) cache rows to copy, in this order; a source of -1 means zeros.
+        moves: cache rows to copy, in this order: source (-1 means zeros), target and, if not all, which columns.
         pieces: of prompts, to be prefilled next; their cache rows follow each other.
         more: whether rows wait.
         changed: whether the next step's rows differ from those of the last one.
@@ -77,15 +78,14 @@ class Batch:
         speculate: int = 0,
     ) -> None:
         self.speculation = Speculation(speculate)
-        self.waiting = iter(rows)
+        self.rows = self.waiting = iter(rows)
         self.again: deque[Row] = deque()  # rows to start before those that wait
-        self.max_rows, self.max_columns, self.budget = max_rows, max_columns, budget
-        self.most = (max_rows, max_columns)
+        self.max_rows, self.max_columns, self.budget, self.width = max_rows, max_columns, budget, 1
         self.padding_side, self.processors, self.on_text, self.on_step = padding_side, processors, on_text, on_step
         self.running: list[Row] = []
         self.finished: list[Row] = []
-        self.shape = (0, 0)
-        self.moves: list[tuple[int, int]] = []
+        self.shape, self.most = (0, 0), (max_rows, max_columns)
+        self.moves: list[tuple] = []
         self.pieces: list[Piece] = []
         self.more = self.changed = True
 
@@ -107,9 +107,10 @@ class Batch:
             if row.finish_reason is not None:
                 self.finished.append(row)
                 budget -= 1  # so that a file full of errors is not read at once
-            elif len(self.running) < self._rows(self._columns([*self.running, row])):
-                self.running.append(row)
-                budget -= self._plan(row, len(self.running) - 1)
+            elif len(self.running) + self.width <= self._rows(self._columns([*self.running, row])):
+                seats = [row] if row.search is None else row.search.begin()
+                budget -= self._plan(seats[0], len(self.running))
+                self.running += seats
                 self.changed = True
             else:
                 self.again.appendleft(row)
@@ -123,7 +124,7 @@ class Batch:
 
     def _rows(self, columns: int) -> int:
         room = self.max_rows if self.max_columns is None else self.max_columns // columns
-        return max(1, min(self.max_rows, room))
+        return max(self.width, min(self.max_rows, room))
 
     def _plan(self, row: Row, cache_row: int) -> int:
         """Plans the next piece of a prompt; returns its length.
@@ -233,15 +234,16 @@ class Batch:
         blame itself, and those after it run together again.
         """
         self.pieces, self.changed = [], True
-        if len(self.running) == self.shape[0] == 1:
-            self.running[0].fail(OUT_OF_MEMORY)
+        if len(self.running) == self.shape[0] == self.width:
+            for row in self.running:
+                row.fail(OUT_OF_MEMORY)
             self.shape, (self.max_rows, self.max_columns) = (0, 0), self.most
             return
-        self.max_rows = max(1, len(self.running) // 2)
+        self.max_rows = max(1, len(self.running) // self.width // 2) * self.width
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"out of memory ({reason:.150}): going on with {self.max_rows} rows at a time", file=sys.stderr)
         self.max_columns = self.max_rows * self._columns(self.running)
-        for row in reversed(self.running[self.max_rows :]):
+        for row in reversed(self.running[self.max_rows :: self.width]):
             row.filled = 0
             self.again.appendleft(row)
         del self.running[self.max_rows :]

@@ -154,10 +154,10 @@ class KVCache(nn.Module):
             new[:rows, :, :columns] = old[:rows, :, :columns]
             setattr(self, name, new)
 
-    def move(self, source: int, target: int) -> None:
-        """Copies a row; a source of -1 means zeros."""
+    def move(self, source: int, target: int, columns: slice = slice(None)) -> None:
+        """Copies a row, or some columns of it; a source of -1 means zeros."""
         for cached in (self.k, self.v):
-            cached[target] = cached[source] if source >= 0 else 0
+            cached[target, :, columns] = cached[source, :, columns] if source >= 0 else 0
 
     def update(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Writes k and v (B, T, ng, hs) and returns what the queries may look at: (B, ng, span, hs) each."""

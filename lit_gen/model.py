@@ -187,10 +187,10 @@ class GPT(nn.Module):
         for cache in self._caches():
             cache.resize(batch_size, max_seq_length)
 
-    def move_kv_cache(self, source: int, target: int) -> None:
+    def move_kv_cache(self, source: int, target: int, columns: slice = slice(None)) -> None:
         """Copies the keys and values of one row of the batch to another; a source of -1 means zeros."""
         for cache in self._caches():
-            cache.move(source, target)
+            cache.move(source, target, columns)
 
     def set_row_length(self, length: Sequence[int]) -> None:
         """How long each row of the batch will get, (batch_size,): longrope chooses its table by it."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_gen.batch import Batch
+from lit_gen.beams import BeamBatch, Beams, EarlyStopping
 from lit_gen.cache import Side
 from lit_gen.config import Config
 from lit_gen.penalties import Processor
@@ -36,6 +37,9 @@ def make_batch(
     prefill_budget: int = 2048,
     padding_side: Side = None,
     speculate: int = 0,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
     ignore_eos: bool = False,
     loras: Collection[str] = (),
     stop_ids: Collection[int] = frozenset(),
@@ -48,7 +52,7 @@ def make_batch(
     """The rows of a job, ready to start.
 
     Args:
-        num_samples: Rows per prompt (`n` in a request).
+        num_samples: Rows per prompt (`n` in a request); with num_beams the best texts, best first.
         truncate: left cuts the beginning of a prompt that is too long for the context; by default it is an error.
         strict: One bad prompt ends everything; else it becomes a row with `finish_reason` "error".
         max_batch_size: Rows that run at a time.
@@ -56,6 +60,10 @@ def make_batch(
         prefill_budget: Prompt tokens between two steps of the running rows; longer prompts are cut into such pieces.
         padding_side: Prefill prompts as one padded rectangle, not each alone at its own length.
         speculate: Check up to so many guesses of each row in a step, taken from its own text, where that pays.
+        num_beams: Search for the most probable texts with so many rows of each prompt; 1 takes token by token.
+        length_penalty: A text's score in the search is its log-probability / length ** length_penalty.
+        early_stopping: true ends a search at num_beams texts; false when it looks unlikely, never when it is impossible
+            for a better one to come.
         ignore_eos: Go on after the model's end tokens, to measure speed.
         loras: names of adapters that prompts may ask for.
         processors: f(tokens (1, T), logits (1, V)) -> logits, called for each row before its token is chosen.
@@ -69,8 +77,11 @@ def make_batch(
     if speculate != 0:
         counts["speculate"] = speculate
     _check_options(truncate, padding_side, stop_ids, processors, counts | {"max_cache_columns": max_cache_columns})
+    beams = Beams(num_beams, length_penalty, early_stopping)
+    beams.refuse(padding_side=padding_side, speculate=speculate, processors=processors)
     asked = with_settings(prompts, n=num_samples, **settings)
-    limits = Limits(config, tokenizer is not None, truncate, loras)
+    beams.check(Settings(**{k: v for k, v in {"n": num_samples, **settings}.items() if not _is_list(v)}))
+    limits = Limits(config, tokenizer is not None, truncate, loras, beams)
     if isinstance(asked, list):
         if not asked:
             raise UserError("there is no prompt: give at least one")
@@ -80,6 +91,8 @@ def make_batch(
     rows = make_rows(asked, limits, stop_ids=ends, tokenizer=tokenizer, strict=strict)
     how = {"padding_side": padding_side, "processors": processors, "on_text": on_text, "on_step": on_step}
     how["speculate"] = speculate
+    if num_beams > 1:
+        return BeamBatch(rows, beams, max_batch_size, max_cache_columns, prefill_budget, **how)
     return Batch(rows, max_batch_size, max_cache_columns, prefill_budget, **how)
 
 
@@ -131,6 +144,7 @@ class Limits:
     texts: bool = True  # whether rows will have a text, which stops may need
     truncate: Truncate = None
     loras: Collection[str] = ()
+    beams: Beams = Beams()
 
 
 def resolve(request: Request, place: int, settings: Settings, limits: Limits) -> tuple[list[int], Settings]:
@@ -146,6 +160,7 @@ def resolve(request: Request, place: int, settings: Settings, limits: Limits) ->
     where = request.name or f"prompt {place if request.place is None else request.place}"
     try:
         own = settings.override(request.settings) if request.settings else settings
+        limits.beams.check(own)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if not limits.texts and any(isinstance(stop, str) for stop in own.stop):

@@ -15,8 +15,9 @@ def result_lines(prompt: Prompt, rows: Sequence[Row], tokenizer: Tokenizer) -> l
         {"index": 0, "id": 0, "prompt": "...", "text": "...", "token_ids": [5, 7], "finish_reason": "stop"}
 
     index: the prompt's place, from 0. id: the user's, or the index. sample: only if the prompt has several rows.
-    prompt: text, messages or token ids, as given. logprobs: only if asked for, per token its `id`, its `logprob` and
-    `top`, pairs of id and log-probability. error: only if the finish reason is "error" or "nan".
+    prompt: text, messages or token ids, as given. score: only after a search (see beams.py). logprobs: only if
+    asked for, per token its `id`, its `logprob` and `top`, pairs of id and log-probability. error: only if the finish
+    reason is "error" or "nan".
 
     With the finish reason "error" nothing was generated, so text, token_ids and logprobs are left out, however late the
     error was found; prompt too if the line could not be read:
@@ -41,6 +42,8 @@ def result_lines(prompt: Prompt, rows: Sequence[Row], tokenizer: Tokenizer) -> l
             lines.append(line | {"finish_reason": "error", "error": row.error})
             continue
         line |= {"text": row.text, "token_ids": row.tokens, "finish_reason": row.finish_reason}
+        if row.score is not None:
+            line["score"] = row.score
         if row.logprobs is not None:
             line["logprobs"] = _logprobs(row)
         if row.finish_reason == "nan":

@@ -1,7 +1,8 @@
 """When a row ends: stop tokens, sequences and strings, or its length; and which of its text may be shown already."""
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from copy import copy
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class Row:
         finish_reason: None while running; then "stop", "length" (max_new_tokens reached), "nan" (no token to choose) or
             "error".
         error: what went wrong, after "nan" and "error".
+        search: the search it is a beam of, and its score in the end; see beams.py.
         filled: cache columns that hold its tokens.
     """
 
@@ -66,6 +68,8 @@ class Row:
         self.logprobs: list[LogProb] | None = None if settings.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.search: Any = None
+        self.score: float | None = None
         self.filled = 0
         self._occurrence = occurrence
         self._noise: np.ndarray | None = None
@@ -101,6 +105,14 @@ class Row:
     def next_input(self) -> int:
         """The token to feed at cache column `filled`."""
         return self.tokens[self.filled - len(self.prompt)]
+
+    def fork(self) -> "Row":
+        """Another row that has come just as far, and goes on by itself."""
+        other = copy(self)
+        other.tokens, other._shown = self.tokens.copy(), self._shown.copy()
+        other.logprobs = None if self.logprobs is None else self.logprobs.copy()
+        other.stream = None if self.stream is None else self.stream.fork()
+        return other
 
     def fail(self, message: str) -> None:
         """Ends the row with an error."""

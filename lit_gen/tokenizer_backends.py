@@ -7,6 +7,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable
+from copy import copy
 from itertools import groupby
 from typing import NamedTuple
 
@@ -43,6 +44,12 @@ class ByteStream:
         """Ends the row: returns what was held back (an incomplete character is U+FFFD, as in `decode`)."""
         return self.utf8.decode(b"", final=True)
 
+    def fork(self) -> "ByteStream":
+        """Another one that has come just as far."""
+        other = ByteStream(self.backend)
+        other.utf8.setstate(self.utf8.getstate())
+        return other
+
 
 class WindowStream:
     """Text of one row of any other tokenizer: what decoding a few earlier tokens together with the new ones adds.
@@ -75,6 +82,12 @@ class WindowStream:
             self.context_text = piece
         self.held = []
         return piece
+
+    def fork(self) -> "WindowStream":
+        """Another one that has come just as far."""
+        other = copy(self)
+        other.held = self.held.copy()  # the only list that is changed in place
+        return other
 
 
 TextStream = ByteStream | WindowStream
