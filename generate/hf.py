@@ -44,8 +44,7 @@ class GPTCache(CallerCache, Cache):
 class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     """A GPT with the face of transformers' models: their `forward`, and `generate`.
 
-    A row of a batch has the bits of the row alone wherever it has them in base.py, as long as no option of
-    transformers looks at the padding.
+    A row has the same bits alone and in a batch where it has them in base.py, if no option looks at the padding.
 
     Args:
         model: as it is: packed or not, with adapters or not.
@@ -72,10 +71,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(
         cls, path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", **shapes: Any
     ) -> "GPTForCausalLM":
-        """Loads as `GPT.from_checkpoint` does, with the defaults of the checkpoint's generation_config.json.
-
-        The model is not packed: `pack_model(model.model)` makes it fast and exact on a CPU, for inference.
-        """
+        """As `GPT.from_checkpoint`, with generation_config.json; `pack_model(model.model)` then makes it fast."""
         defaults = checkpoint_options(Path(path), Tokenizer(path))
         return cls(GPT.from_checkpoint(path, dtype, device), defaults, **shapes)
 
@@ -99,24 +95,27 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: GPTCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool = True,
+        tokenizer: Any = None,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, T, V) of input_ids (B, T), and their loss if there are labels (B, T), -100 for those not to learn.
 
         Args:
-            attention_mask: (B, past + T), 1 for tokens, 0 for padding on either side. It says all positions.
+            attention_mask: (B, past + T), 1 for tokens, 0 for padding on either side. All positions follow from it.
             cache: that of an earlier call, or `new_cache()`; of such a call no gradients are recorded.
             use_cache: whether to begin one; None does so unless gradients are recorded.
             logits_to_keep: logits of so many last columns, or of these, (n,); 0 is all. 1 means each row's last token,
                 also where padding follows.
+            tokenizer: not used; `generate` passes it on with stop_strings.
         """
         if cache is None and (use_cache or (use_cache is None and not torch.is_grad_enabled())):
             cache = self.new_cache()
-        how = {"keep": logits_to_keep, "multiple": self.pad_to_multiple}
+        how = {"position_ids": position_ids, "keep": logits_to_keep, "multiple": self.pad_to_multiple}
         logits, V = padded_logits(self.model, input_ids, attention_mask, cache, **how), self.config.vocab_size
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=V)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
@@ -126,6 +125,9 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         """transformers' `generate`, in eval mode. Only sampling draws random numbers: PyTorch's, as it does there."""
         with in_eval_mode(self):
             return super().generate(*args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, *_: Any) -> None:
+        """None: `forward` knows them from the mask, also for rows that are padded on the right."""
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], _: Any, __: int, columns: int
@@ -159,8 +161,7 @@ def main(
 ) -> None:
     """Generates text by the searches of transformers; texts go to stdout in the order of the prompts.
 
-    Options that are not given are those of the checkpoint's generation_config.json. There is no --out: for jobs that
-    can be resumed, rows with settings of their own and streaming see base.py.
+    Options that are not given are those of the checkpoint's generation_config.json. No --out here, see base.py.
 
     Args:
         prompts: A text, a JSON list of texts, a .txt file (a prompt a line), a .jsonl file (objects), or - for stdin.
@@ -179,7 +180,7 @@ def main(
     path, options = checkpoint_dir or fetch_default_model(), search_options(**kwargs)
     tokenizer, config = Tokenizer(path), load_config(path)
     size = rows_at_a_time(max_batch_size, options, assistant_dir, config)
-    ids = read_ids(prompts, tokenizer, config, chat, options["max_new_tokens"])
+    ids = read_ids(prompts, tokenizer, config, chat, options["max_new_tokens"], cache_length)
     fabric = setup_fabric(precision, quantize)
 
     def load(path: Path) -> GPTForCausalLM:

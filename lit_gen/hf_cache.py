@@ -124,7 +124,14 @@ def whole_pieces(columns: int) -> int:
 
 
 def padded_logits(
-    model: GPT, idx: Tensor, mask: Tensor | None, cache: CallerCache | None, keep: int | Tensor = 0, multiple: int = 1
+    model: GPT,
+    idx: Tensor,
+    mask: Tensor | None,
+    cache: CallerCache | None,
+    *,
+    position_ids: Tensor | None = None,
+    keep: int | Tensor = 0,
+    multiple: int = 1,
 ) -> Tensor:
     """Logits (B, n, V) of a rectangle of tokens with padding.
 
@@ -132,6 +139,7 @@ def padded_logits(
         idx: (B, T) int64.
         mask: (B, length + T), also of what the cache holds: 1 for tokens, 0 for padding on either side; None is all 1.
         cache: goes on; None computes without one, and records gradients.
+        position_ids: (B or 1, T), no others than those that follow from the mask.
         keep: so many last columns, or these, (n,); 0 is all. 1 means each row's last token, also if padding follows.
         multiple: fill up more than one column to a multiple of so many.
     """
@@ -140,7 +148,10 @@ def padded_logits(
     mask = idx.new_ones(columns) if mask is None else mask.long()
     if mask.shape != columns:
         raise UserError(f"the attention_mask is {tuple(mask.shape)}, but with what the cache holds there are {columns}")
-    where = idx, positions(mask)[:, past:], last_only, multiple
+    input_pos = positions(mask)[:, past:]  # (B, T)
+    if position_ids is not None and (position_ids != input_pos)[input_pos >= 0].any():
+        raise UserError("position_ids differ from those of the attention_mask, which alone counts: leave them out")
+    where = idx, input_pos, last_only, multiple
     if cache is None:
         logits = _first(model, None, *where)
     else:

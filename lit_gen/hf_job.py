@@ -84,7 +84,8 @@ def search_options(
     given = {name: value for name, value in locals().items() if value is not None}
     from transformers import GenerationConfig
 
-    check_count("max_new_tokens", max_new_tokens)
+    for name in {"max_new_tokens", "num_beams", "num_return_sequences", "prompt_lookup_num_tokens"} & given.keys():
+        check_count(name, given[name])
     more = given.pop("generation_config", {})
     known = set(vars(GenerationConfig())) - set(MORE)
     for name in more:
@@ -112,13 +113,19 @@ def rows_at_a_time(asked: int | None, options: dict[str, Any], assistant: Path |
 
 
 def read_ids(
-    prompts: str | list[str], tokenizer: Tokenizer, config: Config, chat: bool | None, new_tokens: int
+    prompts: str | list[str],
+    tokenizer: Tokenizer,
+    config: Config,
+    chat: bool | None,
+    new_tokens: int,
+    cache_length: int | None = None,
 ) -> list[list[int]]:
     """Token ids of each prompt of `--prompts`.
 
     Raises:
         UserError: one that cannot be read, does not fit into the context, or asks for settings of its own.
     """
+    room, what = min((config.block_size, "the model's context"), (cache_length or config.block_size, "--cache_length"))
     chat, found = tokenizer.chat_template is not None if chat is None else chat, []
     for prompt in read_prompts(prompts):
         if prompt.error is not None:
@@ -130,10 +137,10 @@ def read_ids(
         ids = encode_prompt(prompt, tokenizer, chat=chat)
         if not 0 <= min(ids) <= max(ids) < config.vocab_size:
             raise UserError(f"{prompt.where} has ids outside of the model's vocabulary of {config.vocab_size}")
-        if len(ids) + new_tokens - 1 > config.block_size:
+        if len(ids) + new_tokens - 1 > room:
             raise UserError(
-                f"{prompt.where} has {len(ids)} tokens and {new_tokens} new ones are wanted, which exceeds the model's "
-                f"context of {config.block_size}: shorten it, or lower max_new_tokens"
+                f"{prompt.where} has {len(ids)} tokens and {new_tokens} new ones are wanted, which exceeds "
+                f"{what} of {room}: shorten it, or lower max_new_tokens"
             )
         found.append(ids)
     return found
@@ -168,7 +175,10 @@ def search_texts(
         T = idx.size(1)
         if stops:
             options["stopping_criteria"] = [StopTexts(tokenizer, stops, T)]
-        rows = model.generate(fill_padding(idx, input_pos), attention_mask=(input_pos >= 0).long(), **options)
+        try:
+            rows = model.generate(fill_padding(idx, input_pos), attention_mask=(input_pos >= 0).long(), **options)
+        except ValueError as error:  # it looks at some options only when it uses them
+            raise UserError(_one_line(error)) from error
         for row in rows[:, T:].tolist():
             yield text_of(row, tokenizer, ends, stops)
 
