@@ -24,9 +24,10 @@ from torch import Tensor
 from lit_gen.config import Config
 from lit_gen.forward import feed
 from lit_gen.model import GPT
+from lit_gen.plan import is_out_of_memory
 from lit_gen.sampling import CHUNK
 from lit_gen.settings import check_count
-from lit_gen.utils import UserError
+from lit_gen.utils import UserError, say
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context (not empty) and of its continuation
 TOKENS = 2048  # in a call of the model; more are no faster
@@ -56,6 +57,7 @@ class Text:
     first: int
     ends: list[tuple[int, int, int]]
     kind: list[bool]
+    done: bool = False
 
     def begins_like(self, other: "Text") -> int:
         """How many first tokens have the same keys and values as those of another text."""
@@ -127,8 +129,19 @@ def score(
     check_count("max_batch_size", max_batch_size)
     yield from ((place, Score(0.0, True)) for place, (_, continuation) in enumerate(pairs) if not len(continuation))
     texts = make_texts(pairs, model.config, max_length or model.config.block_size)
-    if not texts:
-        return
+    while texts:
+        try:
+            yield from run(model, texts, max_batch_size)
+        except (RuntimeError, MemoryError) as error:
+            if max_batch_size == 1 or not is_out_of_memory(error):
+                raise
+            max_batch_size = -(-min(max_batch_size, len(texts)) // 2)
+            say(f"out of memory ({' '.join(str(error).split()):.150}): going on with {max_batch_size} texts at a time")
+        texts = [text for text in texts if not text.done]
+
+
+def run(model: GPT, texts: list[Text], max_batch_size: int) -> Iterator[tuple[int, Score]]:
+    """Yields the place and the score of each pair of the texts, which are sorted."""
     runs = deque(make_runs(texts, max_batch_size))
     rows, columns = [CacheRow() for _ in range(min(max_batch_size, len(runs)))], max(len(text.tokens) for text in texts)
     model.set_kv_cache(len(rows), columns)
@@ -207,14 +220,19 @@ def step(model: GPT, rows: Sequence[CacheRow], columns: int) -> Iterator[tuple[i
         for following in asked[place]:
             row.found += [next(found) for _ in following]
         row.filled = stop
-        if pieces[place] and row.left == 0:
-            yield from row.scores()
+        if not pieces[place] or row.left > 0:
+            continue
+        yield from row.scores()
+        row.text.done = True
+        if any(math.isnan(logprob) for logprob, _ in row.found):  # NaN is infectious: 0 times what is not seen
+            model.move_kv_cache(-1, place)
+            row.text = None
 
 
 def look_up(logits: Tensor, tokens: Sequence[Sequence[int]]) -> list[tuple[float, bool]]:
     """For logits (n, V) and some tokens for each row: the log-probability of each, and whether it is the best one."""
-    index = torch.tensor([i for i, some in enumerate(tokens) for _ in some], device=logits.device)  # (k,)
-    wanted = torch.tensor([token for some in tokens for token in some], device=logits.device)  # (k,)
+    asked = [(i, token) for i, some in enumerate(tokens) for token in some]
+    index, wanted = torch.tensor(asked, device=logits.device, dtype=torch.int64).view(-1, 2).T  # (k,) each
     found, n = [], max(1, CHUNK // logits.size(1))
     for start in range(0, len(logits), n):
         part = logits[start : start + n].float()
