@@ -137,7 +137,7 @@ def main(
     """
     names = [name for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name]
     if find_spec("lm_eval") is None:
-        raise UserError("evaluation needs a package: pip install 'lm-eval>=0.4.10'")
+        raise UserError("evaluation needs a package: pip install 'lm-eval>=0.4.12'")
     path, fabric = checkpoint_dir or fetch_default_model(), setup_fabric(precision, quantize)
     parts = {"lora": lora_path, "adapter": adapter_path, "adapter_v2": adapter_v2_path}
     source = open_source(path, fabric, quantize=quantize, batch_invariant=batch_invariant, **parts)

@@ -21,7 +21,7 @@ def load_tasks(names: list[str], include_path: Path | None) -> tuple[TaskManager
     manager = TaskManager(include_path=include_path, include_defaults=not all(map(_is_yaml, names)))
     found: list[Any] = []
     for name in names:
-        matches = [name] if _is_yaml(name) else manager.match_tasks([name])
+        matches = [name] * Path(name).is_file() if _is_yaml(name) else manager.match_tasks([name])
         if not matches:
             raise UserError(f"there is no task {name!r:.80}: give a name of `lm-eval ls tasks`, or a .yaml file")
         for match in matches:
@@ -38,7 +38,7 @@ def load_tasks(names: list[str], include_path: Path | None) -> tuple[TaskManager
 
 
 def _is_yaml(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) and Path(name).is_file()
+    return name.endswith((".yaml", ".yml"))
 
 
 def output_files(out: Path | None, tasks: list[str], log_samples: bool) -> dict[str, Path]:
