@@ -25,11 +25,13 @@ from lit_gen.wheel import sha256_of
 
 @dataclass(frozen=True)
 class Source:
-    """Attributes:
-    path: of the checkpoint.
-    load: makes the model, ready to run.
-    format: what weights are quantised to, if not by Fabric.
-    about: what its numbers depend on beside the checkpoint, as plain JSON.
+    """What `open_source` has checked.
+
+    Attributes:
+        path: of the checkpoint.
+        load: makes the model, ready to run.
+        format: what weights are quantised to, if not by Fabric.
+        about: what its numbers depend on beside the checkpoint, as plain JSON.
     """
 
     path: Path

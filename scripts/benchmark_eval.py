@@ -92,7 +92,7 @@ def main(
     repeats: int = 3,
     work: Path | None = None,
 ) -> None:
-    """Measures log-likelihood requests per second against lm-eval's HFLM (needs the extras eval and hf).
+    """Measures log-likelihood requests per second against lm-eval's HFLM (needs the packages lm-eval and transformers).
 
     Args:
         questions: A .jsonl file.
@@ -108,7 +108,7 @@ def main(
     try:
         from lm_eval.api.instance import Instance
     except ImportError:
-        raise UserError("this needs packages: pip install 'lm-eval[hf]'") from None
+        raise UserError("this needs packages: pip install 'lm-eval[hf]>=0.4.12'") from None
     asked = list(read_questions(questions, limit))
     pairs = [(question["query"], f" {choice}") for question in asked for choice in question["choices"]]
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
