@@ -34,21 +34,28 @@ def prefill(model: GPT, pieces: Sequence[Piece], padding_side: Side = None) -> T
     return torch.cat(logits)[ends]
 
 
-def feed(model: GPT, texts: Sequence[Sequence[int]], starts: Sequence[int], n_columns: int) -> Tensor:
+def feed(
+    model: GPT, texts: Sequence[Sequence[int]], starts: Sequence[int], n_columns: int, skip: Sequence[int] | None = None
+) -> Tensor:
     """Runs the next tokens of cache rows 0, 1, ..., any number of each: logits (N, V) that follow each token.
 
     Args:
         starts: the column of the first token of each, (B,).
         n_columns: of the cache.
+        skip: so many first tokens of each are run without their logits, (B,).
     """
     device = model.wte.weight.device
+    skip = skip or [0] * len(texts)
     if model.by_token:
         idx, input_pos, rows, _ = packed(texts, starts, range(len(texts)))
-        return model(idx, input_pos, torch.arange(idx.size(1)), rows=rows)
+        wanted = [i >= n for text, n in zip(texts, skip, strict=True) for i in range(len(text))]
+        return model(idx, input_pos, torch.tensor(wanted).nonzero()[:, 0], rows=rows)
     idx, input_pos, last = (t.to(device) for t in rectangle(texts, "right", starts))
     span = span_of([start + len(text) - 1 for start, text in zip(starts, texts, strict=True)], n_columns)
+    if all(len(text) <= n for text, n in zip(texts, skip, strict=True)):
+        return model(idx, input_pos, last, span=span)[:0]  # no logits are wanted: the head runs on one column per row
     logits = model(idx, input_pos, span=span)  # (B, T, V)
-    return torch.cat([row[: end + 1] for row, end in zip(logits, last.tolist(), strict=True)])
+    return torch.cat([row[n : len(text)] for row, text, n in zip(logits, texts, skip, strict=True)])
 
 
 def check(model: GPT, batch: Batch, guesses: Sequence[Sequence[int]]) -> None:

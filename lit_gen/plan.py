@@ -52,6 +52,7 @@ def plan_batch(
     n_rows: int,
     max_batch_size: int | None,
     format: Format | None = None,
+    loaded: bool = False,
 ) -> Plan:
     """Plans a batch whose cache and weights fit into the memory that is free now.
 
@@ -60,6 +61,7 @@ def plan_batch(
         n_rows: rows that there are.
         max_batch_size: at most so many rows; None takes as many as fit, up to 64 on a CPU and 256 on a GPU.
         format: what weights are quantised to.
+        loaded: the weights have their memory already.
 
     Raises:
         UserError: max_batch_size is no whole number >= 1.
@@ -70,9 +72,9 @@ def plan_batch(
     column_bytes = 2 * config.n_layer * config.n_query_groups * config.head_size * dtype.itemsize
     weights = _weight_bytes(config, dtype, device, format)
     free = free_memory(device)
-    fit = int((free - weights) * SHARE) // (columns * column_bytes)
+    fit = int((free - (0 if loaded else weights)) * SHARE) // (columns * column_bytes)
     if fit < 1:
-        needed = (weights + columns * column_bytes) / 1e9
+        needed = ((0 if loaded else weights) + columns * column_bytes) / 1e9
         print(f"a row of {columns} columns may not fit: it needs {needed:.1f} GB of {free / 1e9:.1f}", file=sys.stderr)
     rows = max(1, min(fit, n_rows, max_batch_size or MOST_ROWS.get(device.type, 64)))
     return Plan(rows, columns, rows * columns * column_bytes, weights, free)
