@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import save_byte_tokenizer
 
-from lit_gen import answers as module
-from lit_gen.answers import AHEAD, Answers
+from lit_gen import todo as module
+from lit_gen.answers import Answers
 from lit_gen.config import Config
 from lit_gen.interrupt import Interrupted
 from lit_gen.job import job_path
@@ -24,6 +24,7 @@ from lit_gen.requests import make_batch
 from lit_gen.results import FSYNC_SECONDS
 from lit_gen.shard import shard_path
 from lit_gen.stopping import Row
+from lit_gen.todo import AHEAD
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
 
