@@ -53,6 +53,7 @@ class Answers:
         config, tokenizer, strict: for `generate`.
         longest, n_rows: cache columns of a row, and rows to come, as far as is known without reading all prompts; of
             prompts that are handed out an equal part.
+        stats_json: where the numbers go; shards have a file each.
         finished: whether nothing is left to do.
         interrupts: note signals while they are entered.
     """
@@ -75,7 +76,8 @@ class Answers:
         self.shard = shard_of(shard, os.environ)
         handed_out = is_handed_out(shard, out, prompts, os.environ)
         path = None if out is None else shard_path(Path(out), *self.shard)
-        refuse_overlap(stats_json, prompts, path)
+        self.stats_json = stats_json and shard_path(Path(stats_json), *self.shard)
+        refuse_overlap(self.stats_json, prompts, path)
         self.config, self.tokenizer, self.stream = load_config(checkpoint_dir), Tokenizer(checkpoint_dir), stream
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         self.strict = out is None if strict is None else strict
@@ -106,7 +108,7 @@ class Answers:
         if self.finished:
             self._close()
             if stats_json is not None:
-                say(f"nothing was run, so {stats_json} is not written")
+                say(f"nothing was run, so {self.stats_json} is not written")
 
     def _is_finished(self) -> bool:
         """Whether nothing is left to do; what is left is checked and counted."""
