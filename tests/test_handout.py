@@ -8,6 +8,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch.distributed as dist
 from test_jobs import Job, Ran, checkpoint, mixed_lines, rows_in, run, small, write_lines  # noqa: F401 (two fixtures)
@@ -304,3 +307,88 @@ def test_files_that_were_handed_out_do_not_go_on_as_shards(store, small, tmp_pat
         ran = run(tmp_path, *arguments, "--out", tmp_path / "out.jsonl", "--shard", f"{index}/2")
         refused = f'another shard (was "{index}/2, handed out", is "{index}/2")' in ran.err
         assert (ran.status, refused) == ((2, True) if rows else (0, False))
+
+
+# Torchrun itself
+
+
+def start_torchrun(out: Path, arguments: list[Any], *options: str) -> subprocess.Popen:
+    """torchrun of base.py; what it says goes to a file beside `out`."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, Path(__file__).parents[1] / "generate/base.py"]
+    with open(out.parent / f"log{time.monotonic_ns()}", "w") as log:
+        command = list(map(str, [*command, *arguments, "--out", out]))
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+
+
+def logs(out: Path) -> str:
+    return "\n".join(file.read_text() for file in sorted(out.parent.glob("log*")))
+
+
+def kill_after(n_rows: int, out: Path, rank: int, *torchruns: subprocess.Popen) -> None:
+    """Kills the process of this number as soon as all together have written so many rows."""
+    while sum(file.read_bytes().count(b"\n") for file in out.parent.glob("out-*.jsonl")) < n_rows:
+        time.sleep(0.01)
+        assert all(torchrun.poll() is None for torchrun in torchruns), logs(out)
+    workers = [worker for torchrun in torchruns for worker in psutil.Process(torchrun.pid).children()]
+    (victim,) = [worker for worker in workers if worker.environ().get("RANK") == str(rank)]
+    victim.kill()
+
+
+def merged(out: Path) -> bytes:
+    merge(out)
+    counts = [(file.name, file.read_bytes().count(b"\n")) for file in sorted(out.parent.glob("out-*.jsonl"))]
+    print(f"\nrows in {', '.join(f'{name}: {count}' for name, count in counts)}")
+    return out.read_bytes()
+
+
+def test_torchrun_does_what_the_forks_do(small, tmp_path: Path) -> None:  # noqa: F811
+    arguments, expected = small
+    out = tmp_path / "out.jsonl"
+    assert start_torchrun(out, arguments, "--nproc-per-node", "2").wait() == 0, logs(out)
+    assert "prompts go to whichever of the 2 processes has room" in logs(out) and merged(out) == expected
+
+
+@pytest.fixture(scope="module")
+def thousand(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], bytes]:
+    """A job of 1,000 prompts of a trained model, and the file that one process makes of it."""
+    folder = tmp_path_factory.mktemp("thousand")
+    prompts = write_lines(folder / "in.jsonl", mixed_lines(1000, longest=150, context=512))
+    arguments = ["--checkpoint_dir", stories, "--prompts", prompts, "--max_batch_size", 16]
+    assert run(folder, *arguments, "--out", folder / "out.jsonl").status == 0
+    return arguments, (folder / "out.jsonl").read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("n_rows", "rank"), [(None, 0), (1, 3), (300, 0), (700, 2)])
+def test_four_processes_and_a_thousand_prompts(thousand, tmp_path: Path, n_rows: int | None, rank: int) -> None:
+    arguments, expected = thousand
+    out = tmp_path / "out.jsonl"
+    torchrun = start_torchrun(out, arguments, "--nproc-per-node", "4")
+    if n_rows is not None:
+        kill_after(n_rows, out, rank, torchrun)
+        assert torchrun.wait() == 1, logs(out)
+        with pytest.raises(UserError, match="is not finished"):
+            merge(out)
+        torchrun = start_torchrun(out, arguments, "--nproc-per-node", "4")
+    assert torchrun.wait() == 0, logs(out)
+    assert merged(out) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kill", [False, True])
+def test_two_machines(thousand, tmp_path: Path, kill: bool) -> None:
+    """Both are this one. If a process dies torchrun starts all again, on both, and nothing else is to be done."""
+    arguments, expected = thousand
+    out, port = tmp_path / "out.jsonl", serve().port  # a free one, of a store that ends at once
+    options = ["--nnodes", "2", "--nproc-per-node", "2"]
+    if kill:
+        options += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    else:
+        options += ["--master-addr", "localhost", "--master-port", str(port)]
+    torchruns = [start_torchrun(out, arguments, *options, "--node-rank", str(rank)) for rank in range(2)]
+    if kill:
+        kill_after(300, out, 3, *torchruns)
+    assert [torchrun.wait() for torchrun in torchruns] == [0, 0], logs(out)
+    assert merged(out) == expected
