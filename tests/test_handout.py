@@ -202,14 +202,17 @@ class Torchrun:
         self.paths = [shard_path(self.out, rank, size) for rank in range(size)]
 
     def end(self) -> list[Ran]:
+        """As torchrun does, ends the others when one fails."""
+        processes = [job.process for job in self.jobs]
+        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+            time.sleep(0.02)
+        for process in processes:
+            process.terminate()
         return [job.end() for job in self.jobs]
 
     def kill(self, rank: int) -> list[Ran]:
-        """As torchrun does, ends the others when one has died."""
         self.jobs[rank].process.kill()
         self.jobs[rank].process.join()
-        for job in self.jobs:
-            job.process.terminate()
         return self.end()
 
     def rows(self) -> list[list[dict[str, Any]]]:
