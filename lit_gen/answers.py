@@ -82,24 +82,23 @@ class Answers:
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         self.strict = out is None if strict is None else strict
         self._open: dict[int, list] = {}  # place -> [prompt, rows that will come, rows that wait for them]
-        self._results: Results | None = None
         self._waiting: dict[int, Row] = {}  # rows to print after others
-        self.interrupts = Interrupts()
         self._printed, self.failed, self._unfit = 0, 0, 0
+        self._results, self.interrupts = None, Interrupts()
         batch = partial(make_batch, config=self.config, tokenizer=self.tokenizer, **settings)
         batch(iter(()))  # names a wrong setting before any work
         once, self._n_prompts = is_stream(prompts), 0
         self._prompts = prompts if path and isinstance(prompts, str) and not once else list(read_prompts(prompts))
         if path is not None:
             self._digest, self._n_prompts = digest_read(self._prompts) if once else digest_prompts(prompts)
-            where = {"precision": precision, "device": device.type, "torch": torch.__version__}
-            options = {"chat": self.chat, **settings, **where}
+            versions = {"precision": precision, "device": device.type, "torch": torch.__version__}
+            options = {"chat": self.chat, **settings, **versions}
             job = fingerprint_job(self._digest, checkpoint_dir, options, self.shard, handed_out)
             self._results = Results.open(path, job)
         try:
             self._handout = join_handout(*self.shard) if handed_out else None
-            texts = (self._prompts, self.tokenizer, self.chat)
-            self._todo = Todo(*texts, settings, batch, self.shard, self._results, self._handout)
+            where = (self.shard, self._results, self._handout)
+            self._todo = Todo(self._prompts, self.tokenizer, self.chat, settings, batch, *where)
             self.finished = self._is_finished()
         except BaseException:
             if self._results is not None:
