@@ -132,7 +132,7 @@ def run(
         chat: Put prompts into the checkpoint's chat template; by default if there is one.
         stream: Show the text of a single prompt as it comes.
         strict: One bad prompt ends everything; by default only without --out, else it becomes a line with an error.
-        shard: i/n: only the prompts i, i + n, ...; by default from RANK and WORLD_SIZE, or from SLURM.
+        shard: i/n: only the prompts i, i + n, ...; by default torchrun hands them out, and SLURM says i and n.
         max_batch_size: Rows that run at a time; by default as many as fit into memory.
         stats_json: File to write the numbers to.
         batch_invariant: true proves that rows get the same bits in every batch or ends; false does not look.
@@ -153,7 +153,7 @@ def run(
         start, model = time.perf_counter(), prepare_model(fabric, load, format, batch_invariant, compile)
         stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
         answer(model, answers, plan, stats, **settings)
-    stats.publish(device, stats_json)
+    stats.publish(device, answers.stats_json)
 
 
 def answer(model: GPT, answers: Answers, plan: Plan, stats: Stats, **settings: Any) -> None:

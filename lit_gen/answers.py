@@ -3,9 +3,8 @@
 import errno
 import os
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,21 +13,20 @@ import torch
 from tqdm import tqdm
 
 from lit_gen.checkpoint import load_config
+from lit_gen.handout import is_handed_out, join_handout
 from lit_gen.interrupt import Interrupted, Interrupts
 from lit_gen.job import fingerprint_job, refuse_overlap
 from lit_gen.plan import OUT_OF_MEMORY
-from lit_gen.prompt_lines import Prompt
-from lit_gen.prompts import digest_prompts, digest_read, encode_prompt, is_stream, read_prompts
+from lit_gen.prompts import digest_prompts, digest_read, is_stream, read_prompts
 from lit_gen.requests import make_batch
 from lit_gen.result_lines import result_lines
 from lit_gen.results import Results
-from lit_gen.settings import ALL, Request
+from lit_gen.settings import Request
 from lit_gen.shard import shard_of, shard_path
 from lit_gen.stopping import Row
+from lit_gen.todo import Todo
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError, printable, say
-
-AHEAD = 1000  # prompts that are looked at before the model is loaded, to plan memory by the longest of them
 
 
 class Answers:
@@ -36,7 +34,8 @@ class Answers:
 
     Without `out` all prompts are read at once, and the texts are printed in their order. With it a file is read as rows
     are wanted, rows that are in `out` already are left out, and every finished row becomes a line there. `out` stays
-    locked until the end of `with`, or until nothing is left to do.
+    locked until the end of `with`, or until nothing is left to do. Processes of a torchrun have a file each, and take
+    prompts as they have room (handout.py).
 
     Args:
         prompts: what `read_prompts` accepts.
@@ -52,7 +51,9 @@ class Answers:
 
     Attributes:
         config, tokenizer, strict: for `generate`.
-        longest, n_rows, cache_rows: columns of a row, rows to come and what they take, as far as is known so early.
+        longest, n_rows, cache_rows: columns of a row, rows to come and what they take, as far as is known so early; of
+            prompts that are handed out an equal part.
+        stats_json: where the numbers go; shards have a file each.
         finished: whether nothing is left to do.
         interrupts: note signals while they are entered.
     """
@@ -73,26 +74,31 @@ class Answers:
         stats_json: os.PathLike | None = None,
     ) -> None:
         self.shard = shard_of(shard, os.environ)
+        handed_out = is_handed_out(shard, out, prompts, os.environ)
         path = None if out is None else shard_path(Path(out), *self.shard)
-        refuse_overlap(stats_json, prompts, path)
+        self.stats_json = stats_json and shard_path(Path(stats_json), *self.shard)
+        refuse_overlap(self.stats_json, prompts, path)
         self.config, self.tokenizer, self.stream = load_config(checkpoint_dir), Tokenizer(checkpoint_dir), stream
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         self.strict = out is None if strict is None else strict
-        self.n_samples, self.temperature = settings.get("num_samples", 1), settings.get("temperature", 0)
         self._open: dict[int, list] = {}  # place -> [prompt, rows that will come, rows that wait for them]
-        self._results: Results | None = None
         self._waiting: dict[int, Row] = {}  # rows to print after others
-        self._printed, self.failed, self._unfit, self.interrupts = 0, 0, 0, Interrupts()
-        self._make_batch = partial(make_batch, config=self.config, tokenizer=self.tokenizer, **settings)
-        self._width = self._make_batch(iter(())).width  # names a wrong setting before any work
-        once = is_stream(prompts)
+        self._printed, self.failed, self._unfit = 0, 0, 0
+        self._results, self.interrupts = None, Interrupts()
+        batch = partial(make_batch, config=self.config, tokenizer=self.tokenizer, **settings)
+        self._width = batch(iter(())).width  # names a wrong setting before any work
+        once, self._n_prompts = is_stream(prompts), 0
         self._prompts = prompts if path and isinstance(prompts, str) and not once else list(read_prompts(prompts))
         if path is not None:
             self._digest, self._n_prompts = digest_read(self._prompts) if once else digest_prompts(prompts)
-            where = {"precision": precision, "device": device.type, "torch": torch.__version__}
-            options = {"chat": self.chat, **settings, **where}
-            self._results = Results.open(path, fingerprint_job(self._digest, checkpoint_dir, options, self.shard))
+            versions = {"precision": precision, "device": device.type, "torch": torch.__version__}
+            options = {"chat": self.chat, **settings, **versions}
+            job = fingerprint_job(self._digest, checkpoint_dir, options, self.shard, handed_out)
+            self._results = Results.open(path, job)
         try:
+            self._handout = join_handout(*self.shard) if handed_out else None
+            where = (self.shard, self._results, self._handout)
+            self._todo = Todo(self._prompts, self.tokenizer, self.chat, settings, batch, *where)
             self.finished = self._is_finished()
         except BaseException:
             if self._results is not None:
@@ -101,17 +107,24 @@ class Answers:
         if self.finished:
             self._close()
             if stats_json is not None:
-                say(f"nothing was run, so {stats_json} is not written")
+                say(f"nothing was run, so {self.stats_json} is not written")
 
     def _is_finished(self) -> bool:
         """Whether nothing is left to do; what is left is checked and counted."""
-        if self._results is not None and self._results.finished:
-            say(f"resumed: {len(self._results.done)} done, 0 left")
+        if self._todo.finished:
+            self._todo.report()
             return True
-        self._look_ahead()
-        if not self.n_rows:  # an empty shard, or the job was killed between its last row and the sorting
+        self._todo.look_ahead(self.strict, self._n_prompts)
+        left, processes = self._todo.n_rows, 1 if self._handout is None else self._handout.size
+        self.longest, self.n_rows = self._todo.longest, -(-left // processes)
+        self.cache_rows = self.n_rows * self._width  # more than one to a row in a search (see beams.py)
+        if self.stream and left != 1:
+            raise UserError(f"--stream shows a single row, but there are {left}: leave it out")
+        if not left:  # an empty shard, or the job was killed between its last row and the sorting
             self._finish()
-        return not self.n_rows
+        elif self._results is not None and self._results.finished:
+            self._results.reopen()
+        return not left
 
     def _finish(self) -> None:
         """Marks the file as finished, if its rows are all there and all of the same prompts."""
@@ -121,58 +134,9 @@ class Answers:
         if self._results is not None and not self._unfit:
             self._results.finish()
 
-    def _look_ahead(self) -> None:
-        """Checks the prompts (all of them if strict), and finds out how long and how many rows there are."""
-        rows = self._make_batch((request for _, _, request in self._read()), strict=self.strict).rows
-        seen = rows if self.strict else islice(rows, AHEAD)
-        self.longest = max((row.columns for row in seen if row.error is None), default=1)
-        done, dropped = (0, 0) if self._results is None else (len(self._results.done), self._results.dropped)
-        if done or isinstance(self._prompts, list) or self._n_prompts <= AHEAD:
-            self.n_rows = sum(n for _, n, _ in self._read(encode=False))
-        else:  # not worth another reading
-            self.n_rows = len(range(self.shard[0], self._n_prompts, self.shard[1])) * self.n_samples
-        self.cache_rows = self.n_rows * self._width  # more than one to a row in a search (see beams.py)
-        if done or dropped:
-            damage = f"; {dropped} damaged line{'s' * (dropped > 1)} dropped" if dropped else ""
-            say(f"resumed: {done} done, {self.n_rows} left{damage}")
-        if self.stream and self.n_rows != 1:
-            raise UserError(f"--stream shows a single row, but there are {self.n_rows}: leave it out")
-
-    def _read(self, encode: bool = True) -> Iterator[tuple[Prompt, int, Request]]:
-        """This shard's prompts with something left to do, how many rows will come of each, and what to ask for.
-
-        Others come along, with 0 rows, if they are sampled: a later prompt may be the same.
-        """
-        index, count = self.shard
-        for prompt in self._prompts if isinstance(self._prompts, list) else read_prompts(self._prompts):
-            n = 1 if prompt.error else prompt.settings.get("n", self.n_samples)
-            done = self._done(prompt, n) if prompt.index % count == index else ALL
-            left = sum(sample not in done for sample in range(n))
-            begun = 0 < left < n
-            if left == 0 and not (prompt.settings.get("temperature", self.temperature) > 0 and prompt.error is None):
-                continue
-            ids, error = [], prompt.error
-            if (encode or begun) and error is None:
-                try:
-                    ids = encode_prompt(prompt, self.tokenizer, chat=self.chat)
-                except UserError as problem:
-                    error = str(problem)
-            request = Request(ids, prompt.settings, prompt.where, error, done, prompt.index)
-            if begun:  # or is it one that cannot be run, whose only row is there?
-                left = sum(1 for _ in self._make_batch(iter([request]), strict=False).rows)
-            yield prompt, left, request
-
-    def _done(self, prompt: Prompt, n: int) -> Container[int]:
-        """Samples that are in the file already; a line in OpenAI's format has all of them."""
-        if self._results is None or not self._results.done:
-            return ()
-        if prompt.openai is not None:
-            return ALL if (prompt.index, 0) in self._results.done else ()
-        return {sample for sample in range(n) if (prompt.index, sample) in self._results.done}
-
     def requests(self) -> Iterator[Request]:
         """What `generate` is to answer."""
-        for prompt, left, request in self._read():
+        for prompt, left, request in self._todo.read():
             if left:
                 self._open[prompt.index] = [prompt, left, []]
             yield request
@@ -225,7 +189,8 @@ class Answers:
             self._results.close()
 
     def __enter__(self) -> "Answers":
-        self.bar = tqdm(total=self.n_rows, unit="row", disable=None if self.n_rows > 1 else True, file=sys.stderr)
+        shown = self.n_rows > 1 and (self._handout is None or self._handout.rank == 0)
+        self.bar = tqdm(total=self.n_rows, unit="row", disable=None if shown else True, file=sys.stderr)
         return self
 
     def __exit__(
@@ -240,6 +205,8 @@ class Answers:
                 self._finish()
         finally:
             self._close()
+        if kind is None and self._handout is not None:
+            self._handout.leave()
         if isinstance(error, Interrupted | KeyboardInterrupt):
             say(f"{len(self._results.done)} rows are in {self._results.path}; the same command goes on")
         elif kind is None and self.failed:

@@ -60,7 +60,7 @@ class Batch:
         shape: rows and columns that the cache must have.
         moves: cache rows to copy, in this order: source (-1 means zeros), target and, if not all, which columns.
         pieces: of prompts, to be prefilled next; their cache rows follow each other.
-        more: whether rows wait.
+        more: whether rows wait, as far as was asked.
         changed: whether the next step's rows differ from those of the last one.
     """
 
@@ -99,7 +99,7 @@ class Batch:
         for cache_row, row in enumerate(self.running):
             if not row.prefilled:
                 budget -= self._plan(row, cache_row)
-        while budget > 0:
+        while budget > 0 and len(self.running) < self.max_rows:  # else no row is asked for that cannot start
             row = self.again.popleft() if self.again else next(self.waiting, None)
             self.more = row is not None
             if row is None:

@@ -94,13 +94,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:24]}...{text[-12:]}"
 
 
-def fingerprint_job(prompts: str, checkpoint: Path, options: dict[str, Any], shard: tuple[int, int]) -> dict[str, Any]:
+def fingerprint_job(
+    prompts: str, checkpoint: Path, options: dict[str, Any], shard: tuple[int, int], handed_out: bool = False
+) -> dict[str, Any]:
     """What decides the rows of a job: the digest of its prompts, the model, the options; and which part it has.
 
-    The undivided job names no part, nor does a merged file, which is the undivided job's.
+    The undivided job names no part, nor does a merged file, which is the undivided job's. The files of a job whose
+    prompts were handed out do not say which rows they have; they cannot go on as files of shards that do.
     """
     index, count = shard
-    part = {SHARD: f"{index}/{count}"} if count > 1 else {}
+    part = {SHARD: f"{index}/{count}" + ", handed out" * handed_out} if count > 1 else {}
     return {"prompts": prompts, "model": fingerprint_model(checkpoint), **options, **part}
 
 

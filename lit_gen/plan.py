@@ -1,5 +1,6 @@
 """How many rows fit into memory, worked out before the model is loaded."""
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lit_gen.linear import multiplies
 from lit_gen.model import GPT
 from lit_gen.quantize import Format, empty, quantize_model, stored_tensors
 from lit_gen.settings import check_count
+from lit_gen.shard import processes_here
 
 OUT_OF_MEMORY = "out of memory, even as the only row: free some, shorten the prompt or lower max_new_tokens"
 SHARE = 0.8  # of the free memory; the rest is for activations
@@ -98,9 +100,13 @@ def _weight_bytes(config: Config, dtype: torch.dtype, device: torch.device, form
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take; on a CPU without swapping, and within the limit of its container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    """Bytes that this process could still take; on a CPU without swapping, and within the limit of its container.
+
+    Processes that were started together on this machine are taken to share what is free in equal parts.
+    """
+    processes = processes_here(os.environ)
+    if device.type == "cuda":  # each has a GPU of its own, if there are enough
+        return torch.cuda.mem_get_info(device)[0] // -(-processes // torch.cuda.device_count())
     free = psutil.virtual_memory().available
     for files in CONTAINER:
         try:
@@ -109,7 +115,7 @@ def free_memory(device: torch.device) -> int:
             free = min(free, int(limit) - int(used) + int(cached[1] if cached else 0))
         except (OSError, ValueError):  # no such control group, or no limit ("max")
             continue
-    return max(free, 0)
+    return max(free, 0) // processes
 
 
 def is_out_of_memory(error: BaseException) -> bool:

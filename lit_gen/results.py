@@ -119,6 +119,16 @@ class Results:
             os.fsync(self._fd)
         self._synced = (len(self.done), self._size)
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the rows, as plain JSON."""
+        return self._job.fingerprint
+
+    def reopen(self) -> None:
+        """More rows may follow those of a finished file: of several that share a job another one is not finished."""
+        self._job, self.finished = Job(self._job.fingerprint), False
+        write_job(self.path, self._job)
+
     def write(self, line: dict[str, Any]) -> None:
         """Appends a finished row: it survives the death of this process at once, a power cut FSYNC_SECONDS later.
 

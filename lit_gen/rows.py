@@ -35,25 +35,42 @@ def parse_line(data: bytes) -> Any:
         raise ValueError("brackets are nested too deep") from None
 
 
-class Rows:
-    """The keys in the file and where their lines lie: 32 bytes a row, in input order or not."""
+class Keys:
+    """A set of keys: a bit each, in blocks."""
 
     def __init__(self) -> None:
         self._blocks: dict[Key, int] = {}  # (sample, index // 1024): a bit for each of 1024 indices
-        self._columns = tuple(array("q") for _ in range(4))  # index, sample, offset, length
 
     def __contains__(self, key: Key) -> bool:
         return bool(self._blocks.get((key[1], key[0] >> 10), 0) >> (key[0] & 1023) & 1)
+
+    def __len__(self) -> int:
+        return sum(map(int.bit_count, self._blocks.values()))
+
+    def mark(self, key: Key) -> None:
+        block = (key[1], key[0] >> 10)
+        self._blocks[block] = self._blocks.get(block, 0) | 1 << (key[0] & 1023)
+
+
+class Rows(Keys):
+    """The keys in the file and where their lines lie: 32 bytes a row, in input order or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._columns = tuple(array("q") for _ in range(4))  # index, sample, offset, length
 
     def __len__(self) -> int:
         return len(self._columns[0])
 
     def add(self, key: Key, offset: int, length: int) -> None:
         assert key not in self, f"row {key} is there already"
-        block = (key[1], key[0] >> 10)
-        self._blocks[block] = self._blocks.get(block, 0) | 1 << (key[0] & 1023)
+        self.mark(key)
         for column, value in zip(self._columns, (*key, offset, length), strict=True):
             column.append(value)
+
+    def keys(self) -> np.ndarray:
+        """Index and sample (2, N), int64, in the order of the file."""
+        return np.array(self._columns[:2], dtype=np.int64)
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """Offset and length (N,) of each line, int64, in input order."""

@@ -44,20 +44,43 @@ def shard_path(out: Path, index: int, count: int) -> Path:
     return out if count == 1 else out.with_name(f"{out.stem}-{index:05}-of-{count:05}{out.suffix}")
 
 
+def shard_counts(out: Path) -> list[int]:
+    """The numbers of shards of which files lie beside `out`."""
+    name = re.compile(rf"{re.escape(out.stem)}-[0-9]{{5,9}}-of-([0-9]{{5,9}}){re.escape(out.suffix)}")
+    try:
+        return sorted({int(match[1]) for file in out.parent.iterdir() if (match := name.fullmatch(file.name))})
+    except OSError as error:
+        raise UserError(f"cannot read {out.parent}: {error.strerror or error}") from None
+
+
+def refuse_other_counts(out: Path, count: int) -> None:
+    """UserError if another number of processes wrote files beside `out`: their rows would be done again."""
+    others = [other for other in shard_counts(out) if other != count]
+    if others:
+        raise UserError(
+            f"beside {out} lie files of {others[0]} processes, but this is one of {count}: go on with {others[0]}, "
+            "move them elsewhere, or give another --out"
+        )
+
+
+def processes_here(environ: Mapping[str, str]) -> int:
+    """How many processes torchrun or srun started on this machine, as far as they say; at least 1."""
+    if "LOCAL_WORLD_SIZE" in environ:
+        counts = [environ["LOCAL_WORLD_SIZE"]]
+    else:  # such as "4(x2),3": two machines with 4 and one with 3
+        counts = re.findall(r"(?:^|,)([0-9]+)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max([1, *(int(count) for count in counts if count.isdecimal())])
+
+
 def find_shards(out: Path) -> list[Path]:
     """The files of the shards of `out`, in order.
 
     Raises:
         UserError: there is none, one is missing, or there are those of two different counts.
     """
-    name = re.compile(rf"{re.escape(out.stem)}-([0-9]{{5,9}})-of-([0-9]{{5,9}}){re.escape(out.suffix)}")
-    try:
-        found = [match for file in out.parent.iterdir() if (match := name.fullmatch(file.name))]
-    except OSError as error:
-        raise UserError(f"cannot read {out.parent}: {error.strerror or error}") from None
-    if not found:
+    counts = shard_counts(out)
+    if not counts:
         raise UserError(f"there is no shard such as {shard_path(out, 0, 2)}: give --out as it was given to the job")
-    counts = sorted({int(match[2]) for match in found})
     if len(counts) > 1:
         raise UserError(
             f"beside {out} lie shards of {counts[0]} and of {counts[1]}: move those of the other job elsewhere"

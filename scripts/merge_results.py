@@ -1,5 +1,6 @@
 """Puts the output files of a job's shards together, in input order.
 
+torchrun --nproc-per-node 2 generate/base.py --prompts in.jsonl --out out.jsonl    # or each part by itself:
 python generate/base.py --prompts in.jsonl --out out.jsonl --shard 0/2    # and 1/2, perhaps on another machine
 python scripts/merge_results.py --out out.jsonl
 """
@@ -63,14 +64,16 @@ def read_rows(path: Path, lines: int) -> Iterator[tuple[Key, bytes, Path]]:
 def write_rows(shards: list[Path], jobs: list[Job], file: BinaryIO) -> None:
     """Writes the rows of all shards in input order, holding one row of each."""
     rows = [read_rows(path, job.lines) for path, job in zip(shards, jobs, strict=True)]
-    previous, other = None, None
+    previous, other, following = None, None, 0
     for key, data, path in heapq.merge(*rows, key=lambda row: row[0]):
         if key == previous:
             raise UserError(
                 f"row {key[0]}, sample {key[1]} is in {other} and in {path}: run one of the two shards again"
             )
+        if key[0] > following:  # every prompt has a row, if only one with an error
+            raise UserError(f"prompt {following} has no row in any of the shards: run the command again")
         file.write(data)
-        previous, other = key, path
+        previous, other, following = key, path, key[0] + 1
     file.flush()
     os.fsync(file.fileno())
 

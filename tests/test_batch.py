@@ -121,12 +121,13 @@ class Job:
         self.started += new
         assert [row.index for row in self.started] == sorted(row.index for row in self.started)
         errors = [row for row in self.taken if not row.prompt]
-        assert len(self.taken) <= len(self.started) + len(errors) + 1
+        held = batch.max_columns is not None  # a row must be seen to know whether its columns fit
+        assert len(self.taken) <= len(self.started) + len(errors) + held
         assert len(running) <= min(self.max_rows, batch.max_rows)
         self.most = max(self.most, len(running))
         spent = sum(piece.stop - piece.start for piece in batch.pieces)
         spent += sum(not row.prompt for row in batch.finished)
-        if batch.more and spent < batch.budget:
+        if batch.more and spent < batch.budget and len(running) < batch.max_rows:
             rows = [*running, batch.again[0]]
             columns = -(-max(len(row.prompt) + row.settings.max_new_tokens - 1 for row in rows) // 64) * 64
             room = batch.max_rows if batch.max_columns is None else batch.max_columns // columns

@@ -25,7 +25,7 @@ import torch
 from conftest import llama_config, randomized, save_byte_tokenizer
 
 from generate import base
-from lit_gen import answers
+from lit_gen import answers, todo
 from lit_gen.export import save_lit
 from lit_gen.model import GPT
 from lit_gen.prompts import read_prompts
@@ -612,7 +612,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts(stories: Path, tmp_path
                 sizes.append(int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1024)
                 log.write_text(json.dumps([ahead, sizes]))
 
-        answers.read_prompts, answers.Answers.take = counting_read, counting_take
+        todo.read_prompts, answers.Answers.take = counting_read, counting_take
 
     arguments = ["--checkpoint_dir", stories, "--prompts", prompts, "--out", tmp_path / "out.jsonl"]
     assert run(tmp_path, *arguments, before=before).status == 0

@@ -114,6 +114,11 @@ def test_rows_that_are_double_lost_or_damaged_are_named(tmp_path: Path) -> None:
         refused(out, reason)
 
 
+def test_a_prompt_without_a_row_is_named(tmp_path: Path) -> None:
+    run_shards(tmp_path / "out.jsonl", 2, [line for line in LINES if line["index"] != 4])
+    refused(tmp_path / "out.jsonl", "^prompt 4 has no row in any of the shards: run the command again$")
+
+
 def test_another_file_is_replaced_only_if_told_to_and_never_under_a_running_job(tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "out.jsonl"
     run_shards(out, 2)

@@ -140,6 +140,16 @@ def test_limit_of_the_container_counts(groups, free, tmp_path, monkeypatch):
         assert got == free
 
 
+def test_processes_that_share_a_machine_share_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "CONTAINER", [control_group(tmp_path / "group", "1000\n", "300\n")])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory(CPU) == 175
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    for gpus, free in ((1, 250), (2, 500), (3, 500), (4, 1000), (8, 1000)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert free_memory(torch.device("cuda:0")) == free
+
+
 def test_real_errors_of_pytorch_are_told_apart():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**60)

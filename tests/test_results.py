@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import lit_gen.durable
 import lit_gen.results
-from lit_gen.job import fingerprint_model
+from lit_gen.job import fingerprint_model, read_job
 from lit_gen.results import Results
 from lit_gen.utils import UserError
 
@@ -91,6 +91,26 @@ def test_rows_that_came_in_order_are_not_written_twice(tmp_path: Path) -> None:
         inode = out.stat().st_ino
         results.finish()
     assert out.stat().st_ino == inode and out.read_bytes() == as_bytes(some_lines(5))
+
+
+def test_a_finished_file_that_goes_on_is_unfinished_from_then_on(tmp_path: Path) -> None:
+    """Also if the process then dies before it has written a row."""
+    out, lines = tmp_path / "out.jsonl", some_lines(6)
+    run_job(out, lines[3:])
+
+    def reopen_and_die() -> None:
+        results = Results.open(out, JOB)
+        assert results.finished
+        results.reopen()
+        os._exit(0)
+
+    in_child(reopen_and_die).join()
+    with Results.open(out, JOB) as results:
+        assert not results.finished and len(results.done) == 3
+        for line in lines[:3]:
+            results.write(line)
+        results.finish()
+    assert out.read_bytes() == as_bytes(lines) and read_job(out).finished
 
 
 def test_lines_of_the_batch_format_are_known_by_their_number(tmp_path: Path) -> None:
