@@ -139,23 +139,21 @@ def run(
         compile: Use torch.compile, which pays for long jobs on a GPU.
         adapters: what is loaded beside the checkpoint, by the names that rows may give: a digest of each.
     """
-    device, dtype, precision = fabric.device, parameter_dtype(fabric), fabric.strategy.precision.precision
+    devices, dtype, precision = devices_of(fabric), parameter_dtype(fabric), fabric.strategy.precision.precision
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
     format = weight_format(checkpoint_dir, quantize, precision)  # None: not quantised, or by Fabric
     kind = f"{precision} {format or quantize or ''}".strip()
     own = {"loras": adapters} if adapters else {}
-    answers = Answers(prompts, checkpoint_dir, settings | own, kind, device, **options)
+    answers = Answers(prompts, checkpoint_dir, settings | own, kind, devices[0], **options)
     if answers.finished:
         return
     with answers:
-        plan = plan_batch(
-            answers.config, dtype, devices_of(fabric), answers.longest, answers.n_rows, max_batch_size, format
-        )
+        plan = plan_batch(answers.config, dtype, devices, answers.longest, answers.n_rows, max_batch_size, format)
         print(plan, file=sys.stderr)
         start, model = time.perf_counter(), prepare_model(fabric, load, format, batch_invariant, compile)
-        stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
+        stats = Stats(checkpoint_dir.name, str(dtype), str(devices[0]), time.perf_counter() - start)
         answer(model, answers, plan, stats, **settings)
-    stats.publish(devices_of(fabric), stats_json)
+    stats.publish(devices, stats_json)
 
 
 def answer(model: GPT, answers: Answers, plan: Plan, stats: Stats, **settings: Any) -> None:

@@ -28,7 +28,7 @@ class SpreadStrategy(SingleDeviceStrategy):
 def setup_fabric(
     precision: Precision | None, quantize: Quantize | None = None, devices: Sequence[torch.device] | None = None
 ) -> Fabric:
-    """One device, the best there is, or those given. Without a precision a CPU computes in float32 and a GPU in 16 bits.
+    """The best device there is, or those given. Without a precision a CPU computes in float32 and a GPU in 16 bits.
 
     Several processes, of torchrun or srun, share the prompts and never talk: each takes the GPU of its number on this
     machine, and Fabric is kept from connecting them.
@@ -64,7 +64,8 @@ def _setup_spread(precision: Precision | None, quantize: Quantize | None, device
     plugins, accelerator = [LightningEnvironment()], devices[0].type
     number = [devices[0].index] if accelerator == "cuda" else 1
     strategy = SpreadStrategy(devices)
-    fabric = Fabric(accelerator, strategy=strategy, devices=number, precision=precision, plugins=plugins)
+    how = {"strategy": strategy, "devices": number, "precision": precision, "plugins": plugins}
+    fabric = Fabric(accelerator=accelerator, **how)
     fabric.launch()
     return fabric
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_gen.config import Config
 from lit_gen.layers import MoE
@@ -44,9 +44,8 @@ def attach_loras(model: GPT, loras: Mapping[str, LoRA], default: str | None = No
     for param in dict.fromkeys(param for lora in loras.values() for param in lora):
         name = param.removesuffix(".weight")
         linear = linear_at(model, name)
-        updates = _updates(
-            [loras[adapter].get(param, []) for adapter in names], name, model.wte.weight.dtype, linear.weight.device
-        )
+        where = {"dtype": model.wte.weight.dtype, "device": linear.weight.device}
+        updates = _updates([loras[adapter].get(param, []) for adapter in names], name, **where)
         made[name] = LoRALinear(linear, updates, adapters=rows, head=name == "lm_head")
     for name, layer in made.items():
         model.set_submodule(name, layer.eval())

@@ -267,7 +267,7 @@ class GPT(nn.Module):
     def _in_groups(
         self, idx: Tensor, input_pos: Tensor | None, last: Tensor | None, rows: slice | None, span: int | None
     ) -> Tensor:
-        """`forward` of some rows after the other, which devices that hold some layers each work off at the same time."""
+        """`forward` of some rows after others: devices that share the layers work on them at the same time."""
         B, n_rows = len(idx), self.h[0].attn.kv_cache.k.size(0)
         rows, n, logits = range(B) if rows is None else range(n_rows)[rows], B // self.group_rows, []
         for start, stop in ((i * B // n, (i + 1) * B // n) for i in range(n)):

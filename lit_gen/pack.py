@@ -1,7 +1,7 @@
 """Gets a model ready for generation on a CPU: `pack_model` swaps its layers for the C++ kernels where these are best.
 
-It is for inference: results stay what they are up to rounding, the weights are copied, not kept twice. A model on a GPU,
-even in part, is left alone.
+It is for inference: results stay what they are up to rounding, the weights are copied, not kept twice. A model that
+is on a GPU, even in part, is left alone.
 """
 
 import sys

@@ -1,10 +1,10 @@
 """Layers spread over several devices: which is where, and how a call passes through them.
 
-    cuda:0  embedding, layers 0-7      cuda:1  layers 8-15      cuda:2  layers 16-22      cuda:3  layers 23-29, norm, head
+    cuda:0  embedding, layers 0-7    cuda:1  layers 8-15    cuda:2  layers 16-22    cuda:3  layers 23-29, norm, head
 
 Activations cross each border once in a call, with the masks, angles and cache columns that all layers share; caches
-never move. Work is queued on GPUs and not waited for, so calls for different rows that are made one after the other run
-at the same time, each on another device: `prefill` makes one for each prompt, and `GPT.group_rows` cuts steps into such.
+never move. Work is queued on GPUs and not waited for, so calls for different rows that are made one after the other
+run at the same time, each on another device: `prefill` makes one for each prompt, and `GPT.group_rows` cuts steps.
 """
 
 import os
