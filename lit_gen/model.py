@@ -239,7 +239,8 @@ class GPT(nn.Module):
                 model take a table by their length, which is `last` + 1 if `last` is given, else T.)
             input_pos: (B, T) int64, each token's position in its row's text, which is also its cache column; -1 is
                 padding, which writes nothing and sees nothing (`cache.positions` makes it of an attention_mask).
-            last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them.
+            last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them. It may be
+                on the device of idx, or on that of the logits, where it is needed (`devices`).
             rows: the cache rows of this call, B of them; None is the first B. Or, with B = 1, the cache row of each
                 token, (T,) int64; `last` is then (n,), the columns of idx whose logits are wanted.
             span: how many cache columns to look at, more than any position; None is all. It only saves time.
@@ -269,6 +270,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """`forward` of some rows after others: devices that share the layers work on them at the same time."""
         B, n_rows = len(idx), self.h[0].attn.kv_cache.k.size(0)
+        last = None if last is None else last.to(self.devices[1])  # now, while no device has to be waited for
         rows, n, logits = range(B) if rows is None else range(n_rows)[rows], B // self.group_rows, []
         for start, stop in ((i * B // n, (i + 1) * B // n) for i in range(n)):
             some = [None if tensor is None else tensor[start:stop] for tensor in (idx, input_pos, last)]
@@ -292,9 +294,8 @@ class GPT(nn.Module):
             x = x * x.new_tensor(self.config.embedding_scale)
         x = self.run_blocks(x, ropes, masks, step)
         if last is not None:
-            x = x[
-                torch.arange(len(x), device=x.device), last.to(x.device)
-            ]  # (B, C): one column per row reaches the head
+            # (B, C): one column per row reaches the head
+            x = x[torch.arange(len(x), device=x.device), last.to(x.device)]
         logits = self.lm_head(self.ln_f(x))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -398,7 +399,7 @@ class GPT(nn.Module):
         if step is not None and isinstance(step.rows, Tensor):
             return self.row_length[step.rows][None]
         fresh = step is None or step.fresh
-        length = last + 1 if fresh and last is not None else position.amax(-1) + 1  # (B or 1,)
+        length = last.to(position.device) + 1 if fresh and last is not None else position.amax(-1) + 1  # (B or 1,)
         return (length if step is None else torch.maximum(length, self.row_length[step.rows]))[:, None]
 
     def _rope_tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

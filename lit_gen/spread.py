@@ -68,19 +68,20 @@ def parse_devices(devices: int | str | Sequence[str]) -> list[torch.device]:
         UserError: one is unknown, or not there.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    a_list = 'a list such as ["cpu", "cpu"]'
     if devices == "auto" and n_gpus == 0:
         return [torch.device("cpu")]
-    if devices == "auto" or type(devices) is int:
-        rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-        n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
-        count = max(1, n_gpus // n_ranks) if devices == "auto" else devices
-        if count < 1 or (rank + 1) * count > n_gpus:
-            needed = f"{count} for each of {rank + 1} processes" if rank else f"{count}"
-            raise UserError(f'--devices needs {needed} of {n_gpus} GPUs: give fewer, or a list such as ["cpu", "cpu"]')
-        return [torch.device("cuda", rank * count + i) for i in range(count)]
-    if isinstance(devices, str) or not devices:
-        raise UserError(f'--devices is {devices!r:.40}: give a number, auto, or a list such as ["cuda:0", "cuda:1"]')
-    return [_device(name, n_gpus) for name in devices]
+    if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        return [_device(name, n_gpus) for name in devices]
+    if devices != "auto" and (type(devices) is not int or devices < 1):
+        raise UserError(f"--devices is {devices!r:.40}: give a number of GPUs, auto, or {a_list}")
+    rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+    count = max(1, n_gpus // n_ranks) if devices == "auto" else devices
+    if (rank + 1) * count > n_gpus:
+        needed = f"{count} GPUs" if rank == 0 else f"{count} GPUs for each of at least {rank + 1} processes"
+        raise UserError(f"--devices needs {needed}, but there are {n_gpus}: give fewer, or {a_list}")
+    return [torch.device("cuda", rank * count + i) for i in range(count)]
 
 
 def _device(name: str, n_gpus: int) -> torch.device:
