@@ -100,7 +100,7 @@ class _Dispatch(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         ours = [x for x in tensors if isinstance(x, OnDevice)]
-        target = kwargs.get("device") or (ours[0] if ours else CPU if not tensors else tensors[0]).device
+        target = kwargs.get("device") or (ours[0].device if ours else CPU)
         if name in COPIES:
             target = kwargs.get("device") or args[0].device
             if (source := tensors[-1].device) != target:
