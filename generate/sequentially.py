@@ -71,7 +71,7 @@ def main(
     def load(dtype: torch.dtype, device: torch.device) -> GPT:
         say(str(spread))
         model = finish(GPT.from_checkpoint(path, dtype, places))
-        model.group_rows = group_rows
+        model.group_rows = group_rows if len(places) > 1 else None
         return model
 
     run(fabric, path, load, prompts, quantize=quantize, adapters=own, **kwargs)

@@ -57,7 +57,7 @@ def setup_fabric(
 def _setup_spread(precision: Precision | None, quantize: Quantize | None, devices: Sequence[torch.device]) -> Fabric:
     kinds = {device.type for device in devices}
     if quantize in get_args(Bitsandbytes):
-        raise UserError(f"--quantize {quantize} goes with one device: take int8 or int4")
+        raise UserError(f"--quantize {quantize} is for generate/base.py, on one device: take int8 or int4")
     if len(kinds) > 1 and precision in ("bf16-mixed", "16-mixed"):
         raise UserError(f"--precision {precision} goes with devices of one kind: take bf16-true or 32-true")
     precision = precision or _default_precision("cuda" if kinds == {"cuda"} else "cpu")

@@ -129,7 +129,7 @@ class GPT(nn.Module):
         self.mask_cache: dict[str, Tensor | None] = {}
         self.cache_epoch = 0  # how often the caches were set up; who holds an older number has lost them
         self.cache_version = 0  # how often their memory may have changed
-        self.group_rows: int | None = None  # more rows than twice this go through the devices in groups
+        self.group_rows: int | None = None  # twice as many rows go through the devices in two groups, and so on
         self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
         self._tables: list[tuple[Tensor, Tensor]] = []
         self.loras: RowLoRA | None = None  # which adapter each row has, if there are some beside the weights

@@ -57,7 +57,11 @@ def test_texts_are_those_of_base(devices: str, folder: Path, capsys: pytest.Capt
     assert status == 0 and len(expected) > 20, err
     status, out, err = cli(capsys, sequentially, folder, "--precision", "bf16-true", "--devices", devices)
     assert (status, out) == (0, expected), err
-    split = {TWO: "layers: 3 on cpu, 2 on cpu", THREE: "layers: 2 on cpu, 2 on cpu, 1 on cpu", "auto": "layers: 5 on cpu"}
+    split = {
+        TWO: "layers: 3 on cpu, 2 on cpu",
+        THREE: "layers: 2 on cpu, 2 on cpu, 1 on cpu",
+        "auto": "layers: 5 on cpu",
+    }
     assert split[devices] in err.splitlines() or devices == "auto"  # there may be GPUs
 
 
@@ -131,7 +135,10 @@ def test_errors_are_one_line_and_come_before_the_model_is_loaded(folder: Path, c
         (("--devices", 99), "--devices needs 99 GPUs, but there are"),
         (("--devices", TWO, "--group_rows", 0), "group_rows is 0"),
         (("--devices", TWO, "--compile", "true"), "--compile goes with one device, not with 2: leave it out"),
-        (("--devices", TWO, "--quantize", "nf4"), "--quantize nf4 goes with one device: take int8 or int4"),
+        (
+            ("--devices", TWO, "--quantize", "nf4"),
+            "--quantize nf4 is for generate/base.py, on one device: take int8 or int4",
+        ),
         (("--devices", TWO, *both), "--lora_path and --adapter_path do not go together: give one"),
         (("--devices", TWO, "--lora_path", folder / "none"), "does not exist"),
         (("--devices", TWO, "--adapter_path", folder / "none"), "there is no adapter at"),
