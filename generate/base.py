@@ -24,7 +24,7 @@ from lit_gen.batch import Batch
 from lit_gen.cache import span_of
 from lit_gen.checkpoint import weight_format
 from lit_gen.download import fetch_default_model
-from lit_gen.fabric import Precision, Quantize, parameter_dtype, setup_fabric
+from lit_gen.fabric import Precision, Quantize, devices_of, parameter_dtype, setup_fabric
 from lit_gen.forward import check, prefill
 from lit_gen.logprobs import row_logprobs
 from lit_gen.plan import Plan, is_out_of_memory, plan_batch
@@ -68,7 +68,7 @@ def generate(
 @torch.inference_mode()
 def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
     """The loop: rows come in when there is room, run together, and leave when they end."""
-    device, epoch, sampler = model.wte.weight.device, None, None
+    (device, end), epoch, sampler = model.devices, None, None
     try:
         while batch.admit():
             try:
@@ -76,7 +76,7 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
                     epoch, start = batch.arrange(model, epoch), time.perf_counter()
                     rows = [piece.row for piece in pieces if piece.ends]
                     logits = prefill(model, pieces, batch.padding_side)  # (B, V)
-                    tokens = sampler_of(rows, device, batch.processors)(logits)  # (B,)
+                    tokens = sampler_of(rows, end, batch.processors)(logits)  # (B,)
                     batch.push_pieces(tokens.tolist(), row_logprobs(rows, logits, tokens))
                     stats.add_prefill(model, sum(len(p.tokens) for p in pieces), len(rows), time.perf_counter() - start)
                 if rows := batch.decoding:
@@ -87,7 +87,7 @@ def decode(model: GPT, batch: Batch, stats: Stats) -> Iterator[Row]:
                         batch.changed = True
                     else:
                         if batch.changed:
-                            sampler, batch.changed = sampler_of(rows, device, batch.processors), False
+                            sampler, batch.changed = sampler_of(rows, end, batch.processors), False
                         fed = [[row.next_input] for row in rows], [[column] for column in columns]
                         idx, input_pos = torch.tensor(fed, device=device)  # (B, 1) each
                         logits, tokens = next_token(model, idx, input_pos, span_of(columns, batch.shape[1]), sampler)
@@ -139,21 +139,21 @@ def run(
         compile: Use torch.compile, which pays for long jobs on a GPU.
         adapters: what is loaded beside the checkpoint, by the names that rows may give: a digest of each.
     """
-    device, dtype, precision = fabric.device, parameter_dtype(fabric), fabric.strategy.precision.precision
+    devices, dtype, precision = devices_of(fabric), parameter_dtype(fabric), fabric.strategy.precision.precision
     options = {"chat": chat, "out": out, "shard": shard, "strict": strict, "stream": stream, "stats_json": stats_json}
     format = weight_format(checkpoint_dir, quantize, precision)  # None: not quantised, or by Fabric
     kind = f"{precision} {format or quantize or ''}".strip()
     own = {"loras": adapters} if adapters else {}
-    answers = Answers(prompts, checkpoint_dir, settings | own, kind, device, **options)
+    answers = Answers(prompts, checkpoint_dir, settings | own, kind, devices[0], **options)
     if answers.finished:
         return
     with answers:
-        plan = plan_batch(answers.config, dtype, device, answers.longest, answers.cache_rows, max_batch_size, format)
+        plan = plan_batch(answers.config, dtype, devices, answers.longest, answers.cache_rows, max_batch_size, format)
         print(plan, file=sys.stderr)
         start, model = time.perf_counter(), prepare_model(fabric, load, format, batch_invariant, compile)
-        stats = Stats(checkpoint_dir.name, str(dtype), str(device), time.perf_counter() - start)
+        stats = Stats(checkpoint_dir.name, str(dtype), str(devices[0]), time.perf_counter() - start)
         answer(model, answers, plan, stats, **settings)
-    stats.publish(device, answers.stats_json)
+    stats.publish(devices, answers.stats_json)
 
 
 def answer(model: GPT, answers: Answers, plan: Plan, stats: Stats, **settings: Any) -> None:

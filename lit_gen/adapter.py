@@ -64,9 +64,8 @@ class Prefix(nn.Module):
     that the next one sees weights that were trained in between.
     """
 
-    def __init__(self, config: Config, length: int, like: Tensor) -> None:
+    def __init__(self, config: Config, length: int, **factory: torch.dtype | torch.device) -> None:
         super().__init__()
-        factory = {"dtype": like.dtype, "device": like.device}
         self.weight = nn.Parameter(torch.randn(length, config.n_embd, **factory))  # about as large as a norm's output
         self.gate = nn.Parameter(torch.zeros(config.n_head, 1, **factory))
 
@@ -117,7 +116,8 @@ def add_adapter(model: GPT, config: AdapterConfig = AdapterConfig()) -> GPT:  # 
 
 def add_prefixes(model: GPT, length: int, layers: range) -> None:
     for attn in (model.h[layer].attn for layer in layers):
-        attn.prefix = Prefix(model.config, length, model.wte.weight).train(model.training)
+        factory = {"dtype": model.wte.weight.dtype, "device": attn.qkv.weight.device}
+        attn.prefix = Prefix(model.config, length, **factory).train(model.training)
 
 
 def has_adapter(model: GPT) -> bool:

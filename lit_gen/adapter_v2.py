@@ -31,7 +31,7 @@ class AdapterV2Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, like: Tensor) -> None:
         super().__init__()
-        factory = {"dtype": like.dtype, "device": like.device}
+        factory = {"dtype": like.dtype, "device": linear.weight.device}
         self.linear = linear
         self.adapter_bias = nn.Parameter(torch.zeros(linear.out_features, **factory))
         self.adapter_scale = nn.Parameter(torch.ones(linear.out_features, **factory))

@@ -6,19 +6,19 @@ more memory than the model. Nothing is left random: a missing, surplus, truncate
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lit_gen.config import Config
+from lit_gen.empty import empty_model, part_head
 from lit_gen.gguf import GGUFCheckpoint
 from lit_gen.hf_weights import Placement, canonical, placements, ungroup
 from lit_gen.model import GPT
-from lit_gen.quantize import Format, empty, format_of, quantize_model, stored_tensors
+from lit_gen.quantize import Format, format_of, stored_tensors
 from lit_gen.shards import BinReader, Reader, SafetensorsReader
 from lit_gen.utils import UserError, read_json
 
@@ -113,33 +113,7 @@ def _open_hf(path: Path) -> Reader:
     return (SafetensorsReader if files[0].suffix == ".safetensors" else BinReader)(files)
 
 
-class _EmptyInit(TorchFunctionMode):
-    """Modules are made without initial values: every parameter is about to be read.
-
-    The meta device would serve as well, but on its first use PyTorch imports 80 MB of other modules.
-    """
-
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def _empty_model(config: Config, dtype: torch.dtype, device: torch.device, format: Format | None) -> GPT:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        # On a CPU memory that is never touched is not taken: there is room for the layers that will be swapped.
-        with _EmptyInit(), torch.device("cpu") if format else device:
-            model = GPT(config)
-            return model if format is None else quantize_model(model, format, make=empty).to(device)
-    except RuntimeError as error:
-        raise UserError(f"a model of this config does not fit into memory ({str(error).splitlines()[0]})") from None
-    finally:
-        torch.set_default_dtype(before)
-
-
-def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> GPT:
+def load_model(path: Path, dtype: torch.dtype | None, device: torch.device | Sequence[torch.device]) -> GPT:
     """The model of a checkpoint; see `GPT.from_checkpoint`."""
     config = load_config(path)
     lit = (path / LIT_CONFIG).is_file()
@@ -147,7 +121,7 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> G
         raise UserError(f"{path} has a {LIT_CONFIG} but no {LIT_MODEL}; convert the checkpoint again")
     reader = SafetensorsReader([path / LIT_MODEL]) if lit else _open_hf(path)
     format = format_of(reader.metadata, path / LIT_MODEL) if lit else None
-    model = _empty_model(config, dtype or _stored_dtype(reader), device, format)
+    model = empty_model(config, dtype or _stored_dtype(reader), device, format)
     plan = _plan(model, reader, lit)
     targets = stored_tensors(model)
     with torch.no_grad():
@@ -155,6 +129,7 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> G
             target = targets[place.param]
             _copy(reader, name, target[place.at] if place.at else target, config if place.grouped else None)
     _check_tied_head(model, reader, lit)
+    part_head(model)
     model.merged = set(reader.metadata.get(MERGED, "").split()) if lit else set()
     return model.requires_grad_(False).eval()
 

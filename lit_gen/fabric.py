@@ -1,12 +1,14 @@
 """Lightning Fabric: the device and the precision that a script runs with."""
 
 import os
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import BitsandbytesPrecision
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies import SingleDeviceStrategy
 
 from lit_gen.utils import UserError, say
 
@@ -15,15 +17,28 @@ Bitsandbytes = Literal["nf4", "bnb-int8"]
 Quantize = Literal["int8", "int4", "nf4", "bnb-int8"]
 
 
-def setup_fabric(precision: Precision | None, quantize: Quantize | None = None) -> Fabric:
-    """One device, the best there is. Without a precision a CPU computes in float32 and a GPU in 16 bits.
+class SpreadStrategy(SingleDeviceStrategy):
+    """One process with the layers of a model on several devices; who loads the model puts them there."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices[0])
+        self.devices = list(devices)
+
+
+def setup_fabric(
+    precision: Precision | None, quantize: Quantize | None = None, devices: Sequence[torch.device] | None = None
+) -> Fabric:
+    """The best device there is, or those given. Without a precision a CPU computes in float32 and a GPU in 16 bits.
 
     Several processes, of torchrun or srun, share the prompts and never talk: each takes the GPU of its number on this
     machine, and Fabric is kept from connecting them.
 
     Args:
+        devices: share the layers of a model.
         quantize: nf4 and bnb-int8 are bitsandbytes' formats, for GPUs; the others are none of Fabric's business.
     """
+    if devices is not None:
+        return _setup_spread(precision, quantize, devices)
     devices = 1
     if torch.cuda.is_available():
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
@@ -33,12 +48,37 @@ def setup_fabric(precision: Precision | None, quantize: Quantize | None = None) 
         fabric = Fabric(devices=devices, plugins=plugins)
     else:
         if precision is None:
-            precision = "32-true"
-            if torch.cuda.is_available():
-                precision = "bf16-true" if torch.cuda.is_bf16_supported() else "16-true"
+            precision = _default_precision("cuda" if torch.cuda.is_available() else "cpu")
         fabric = Fabric(devices=devices, precision=precision, plugins=[LightningEnvironment()])
     fabric.launch()
     return fabric
+
+
+def _setup_spread(precision: Precision | None, quantize: Quantize | None, devices: Sequence[torch.device]) -> Fabric:
+    kinds = {device.type for device in devices}
+    if quantize in get_args(Bitsandbytes):
+        raise UserError(f"--quantize {quantize} is for generate/base.py, on one device: take int8 or int4")
+    if len(kinds) > 1 and precision in ("bf16-mixed", "16-mixed"):
+        raise UserError(f"--precision {precision} goes with devices of one kind: take bf16-true or 32-true")
+    precision = precision or _default_precision("cuda" if kinds == {"cuda"} else "cpu")
+    plugins, accelerator = [LightningEnvironment()], devices[0].type
+    number = [devices[0].index] if accelerator == "cuda" else 1
+    strategy = SpreadStrategy(devices)
+    how = {"strategy": strategy, "devices": number, "precision": precision, "plugins": plugins}
+    fabric = Fabric(accelerator=accelerator, **how)
+    fabric.launch()
+    return fabric
+
+
+def devices_of(fabric: Fabric) -> list[torch.device]:
+    """The devices that share a model."""
+    return getattr(fabric.strategy, "devices", [fabric.device])
+
+
+def _default_precision(kind: str) -> Precision:
+    if kind == "cpu":
+        return "32-true"
+    return "bf16-true" if torch.cuda.is_bf16_supported() else "16-true"
 
 
 def _bitsandbytes(quantize: Bitsandbytes, precision: Precision | None) -> BitsandbytesPrecision:

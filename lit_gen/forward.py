@@ -19,16 +19,19 @@ def prefill(model: GPT, pieces: Sequence[Piece], padding_side: Side = None) -> T
     One after the other in one call where kernels take tokens one by one; else each alone at its own length, so that no
     shape depends on its neighbours; with a `padding_side` as a rectangle.
     """
-    device, logits = model.wte.weight.device, []
-    ends = [piece.ends for piece in pieces]
+    (device, end), ends = model.devices, [piece.ends for piece in pieces]
     if model.by_token and padding_side is None:
         starts, cache_rows = [piece.start for piece in pieces], [piece.cache_row for piece in pieces]
         idx, input_pos, rows, last = packed([piece.tokens for piece in pieces], starts, cache_rows)
         return model(idx, input_pos, last[ends], rows=rows)  # (B, V)
+    calls, logits = [], []
     for group in [pieces] if padding_side else [[piece] for piece in pieces]:
         texts, starts = [piece.tokens for piece in group], [piece.start for piece in group]
-        idx, input_pos, last = (t.to(device) for t in rectangle(texts, padding_side or "right", starts))
-        input_pos = None if padding_side is None and starts == [0] else input_pos  # a fresh row needs no mask
+        idx, input_pos, last = rectangle(texts, padding_side or "right", starts)
+        fresh = padding_side is None and starts == [0]  # such a row needs no mask
+        # All of them before the first call: a copy to a GPU waits for whatever that has to do.
+        calls.append((group, idx.to(device), None if fresh else input_pos.to(device), last.to(end)))
+    for group, idx, input_pos, last in calls:
         rows, span = slice(group[0].cache_row, group[-1].cache_row + 1), max(piece.stop for piece in group)
         logits.append(model(idx, input_pos, last, rows=rows, span=span))  # (B, V)
     return torch.cat(logits)[ends]

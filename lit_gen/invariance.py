@@ -32,12 +32,11 @@ def prove_invariance(model: GPT, wanted: bool | str) -> None:
     Raises:
         UserError: `wanted` is True, and this hardware, or this version of PyTorch, breaks the property.
     """
-    if wanted is False or (wanted == "auto" and model.wte.weight.device.type != "cpu"):
+    if wanted is False or (wanted == "auto" and not model.on_cpu):
         return
     kinds = [kind for kind in _kinds(model) if wanted is True or not isinstance(kind[1], KernelLinear)]
-    broken = [what for what, layer in kinds if not _holds(layer, model)]
-    if not broken and not model.by_token:
-        broken = [] if model.wte.weight.device.type == "cpu" else ["attention on a GPU was never shown to have it"]
+    broken = [] if model.on_cpu else ["attention on a GPU was never shown to have it"]
+    broken = broken or [what for what, layer in kinds if not _holds(layer, model)]
     if not broken:
         return
     reason = f"{', '.join(broken):.200} (torch {torch.__version__}, {model.wte.weight.dtype})"

@@ -37,6 +37,10 @@ class RowLoRA:
             numbers = [self.default if name is None else self.names.index(name) for name in names]
             self.rows = torch.tensor(numbers, dtype=torch.int64, device=device)
 
+    def move(self, device: torch.device) -> None:
+        """Takes what `enter` looked up to the device of the next layers."""
+        self.tokens, self.ends = self.tokens.to(device), self.ends.to(device)
+
     def enter(self, step: Step | None, last: Tensor | None) -> None:
         """Looks up the tokens of a call; `step` and `last` as `GPT.run_layers` gets them."""
         if step is None or self.rows is None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_gen.config import Config
 from lit_gen.layers import MoE
@@ -44,7 +44,8 @@ def attach_loras(model: GPT, loras: Mapping[str, LoRA], default: str | None = No
     for param in dict.fromkeys(param for lora in loras.values() for param in lora):
         name = param.removesuffix(".weight")
         linear = linear_at(model, name)
-        updates = _updates([loras[adapter].get(param, []) for adapter in names], name, model.wte.weight)
+        where = {"dtype": model.wte.weight.dtype, "device": linear.weight.device}
+        updates = _updates([loras[adapter].get(param, []) for adapter in names], name, **where)
         made[name] = LoRALinear(linear, updates, adapters=rows, head=name == "lm_head")
     for name, layer in made.items():
         model.set_submodule(name, layer.eval())
@@ -66,7 +67,7 @@ def linear_at(model: GPT, name: str) -> nn.Module:
     return linear
 
 
-def _updates(adapters: list[list[Part]], name: str, like: Tensor) -> list[LowRank]:
+def _updates(adapters: list[list[Part]], name: str, dtype: torch.dtype, device: torch.device) -> list[LowRank]:
     """One update for each set of rows, with the parts of all adapters in the order of their numbers."""
     found = []
     for start, stop in dict.fromkeys((part.rows.start, part.rows.stop) for parts in adapters for part in parts):
@@ -78,8 +79,8 @@ def _updates(adapters: list[list[Part]], name: str, like: Tensor) -> list[LowRan
             torch.cat([part.a for _, part in parts]),
             torch.cat([part.b.double() * part.scale for _, part in parts], dim=1),
         )
-        a, b = a.to(like.device, like.dtype), b.to(like.device, like.dtype)
+        a, b = a.to(device, dtype), b.to(device, dtype)
         if not (a.isfinite().all() and b.isfinite().all()):
-            raise UserError(f"the LoRA of {name} exceeds the range of {like.dtype}; take bfloat16 or float32")
-        found.append(LowRank(rows, a, b, used=used.to(like.device)))
+            raise UserError(f"the LoRA of {name} exceeds the range of {dtype}; take bfloat16 or float32")
+        found.append(LowRank(rows, a, b, used=used.to(device)))
     return found

@@ -129,6 +129,7 @@ class GPT(nn.Module):
         self.mask_cache: dict[str, Tensor | None] = {}
         self.cache_epoch = 0  # how often the caches were set up; who holds an older number has lost them
         self.cache_version = 0  # how often their memory may have changed
+        self.group_rows: int | None = None  # twice as many rows go through the devices in two groups, and so on
         self.row_length: Tensor | None = None  # (rows,) int64, how long each cache row will get; see `_rope_rows`
         self._tables: list[tuple[Tensor, Tensor]] = []
         self.loras: RowLoRA | None = None  # which adapter each row has, if there are some beside the weights
@@ -136,19 +137,23 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        cls,
+        path: Path | str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | Sequence[torch.device] = "cpu",
     ) -> "GPT":
         """Loads a Hugging Face folder, a lit folder or a .gguf file, in eval mode and without gradients.
 
         Args:
             dtype: of the parameters; None takes the file's own (float32 for quantized GGUF files).
+            device: of the parameters; of several each gets some of the layers (`spread.Spread`).
 
         Raises:
             UserError: if a tensor is missing, surplus, truncated or misshapen, or the architecture is not supported.
         """
         from lit_gen.checkpoint import load_model
 
-        return load_model(Path(path), dtype, torch.device(device))
+        return load_model(Path(path), dtype, torch.device(device) if isinstance(device, str) else device)
 
     @torch.inference_mode(False)
     def set_kv_cache(self, batch_size: int, max_seq_length: int | None = None) -> None:
@@ -234,7 +239,8 @@ class GPT(nn.Module):
                 model take a table by their length, which is `last` + 1 if `last` is given, else T.)
             input_pos: (B, T) int64, each token's position in its row's text, which is also its cache column; -1 is
                 padding, which writes nothing and sees nothing (`cache.positions` makes it of an attention_mask).
-            last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them.
+            last: (B,) int64, the column of idx whose logits are wanted in each row; None gives all of them. It may be
+                on the device of idx, or on that of the logits, where it is needed (`devices`).
             rows: the cache rows of this call, B of them; None is the first B. Or, with B = 1, the cache row of each
                 token, (T,) int64; `last` is then (n,), the columns of idx whose logits are wanted.
             span: how many cache columns to look at, more than any position; None is all. It only saves time.
@@ -243,6 +249,8 @@ class GPT(nn.Module):
             (B, V) or (n, V) if `last` is given, else (B, T, V).
         """
         B, T = idx.shape
+        if self.group_rows is not None and B >= 2 * self.group_rows and (input_pos is not None or rows is not None):
+            return self._in_groups(idx, input_pos, last, rows, span)
         position = torch.arange(T, device=idx.device)[None] if input_pos is None else input_pos  # (1 or B, T)
         step = self._step(idx, input_pos, rows, span)
         by_token = step is not None and step.row is not None
@@ -256,6 +264,19 @@ class GPT(nn.Module):
             last = last.contiguous() if isinstance(step.rows, Tensor) else torch.arange(B) * T + last
         logits = self.run_layers(idx.reshape(1, B * T), ropes, {}, step, last)
         return logits.view(B, T, -1) if last is None else logits
+
+    def _in_groups(
+        self, idx: Tensor, input_pos: Tensor | None, last: Tensor | None, rows: slice | None, span: int | None
+    ) -> Tensor:
+        """`forward` of some rows after others: devices that share the layers work on them at the same time."""
+        B, n_rows = len(idx), self.h[0].attn.kv_cache.k.size(0)
+        last = None if last is None else last.to(self.devices[1])  # now, while no device has to be waited for
+        rows, n, logits = range(B) if rows is None else range(n_rows)[rows], B // self.group_rows, []
+        for start, stop in ((i * B // n, (i + 1) * B // n) for i in range(n)):
+            some = [None if tensor is None else tensor[start:stop] for tensor in (idx, input_pos, last)]
+            own = rows[start:stop]
+            logits.append(self(*some, rows=slice(own.start, own.stop, own.step), span=span))
+        return torch.cat(logits)
 
     def run_layers(
         self,
@@ -273,7 +294,8 @@ class GPT(nn.Module):
             x = x * x.new_tensor(self.config.embedding_scale)
         x = self.run_blocks(x, ropes, masks, step)
         if last is not None:
-            x = x[torch.arange(len(x), device=x.device), last]  # (B, C): one column per row reaches the head
+            # (B, C): one column per row reaches the head
+            x = x[torch.arange(len(x), device=x.device), last.to(x.device)]
         logits = self.lm_head(self.ln_f(x))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -314,6 +336,16 @@ class GPT(nn.Module):
             rows = slice(*rows.indices(n_rows)) if isinstance(rows, slice) else rows
             return Step.of_tokens(position, rows, span, fresh=input_pos is None)
         return Step(rows, T, fresh=True) if input_pos is None else Step.at(input_pos, rows, span, cache)
+
+    @property
+    def devices(self) -> tuple[torch.device, torch.device]:
+        """Where token ids come in, and where logits come out."""
+        return self.wte.weight.device, self.lm_head.weight.device
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no part of the model is on a GPU."""
+        return all(tensor.device.type == "cpu" for tensor in (*self.parameters(), *self.buffers()))
 
     @property
     def by_token(self) -> bool:
@@ -367,7 +399,7 @@ class GPT(nn.Module):
         if step is not None and isinstance(step.rows, Tensor):
             return self.row_length[step.rows][None]
         fresh = step is None or step.fresh
-        length = last + 1 if fresh and last is not None else position.amax(-1) + 1  # (B or 1,)
+        length = last.to(position.device) + 1 if fresh and last is not None else position.amax(-1) + 1  # (B or 1,)
         return (length if step is None else torch.maximum(length, self.row_length[step.rows]))[:, None]
 
     def _rope_tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

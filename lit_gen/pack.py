@@ -1,7 +1,7 @@
 """Gets a model ready for generation on a CPU: `pack_model` swaps its layers for the C++ kernels where these are best.
 
-It is for inference: results stay what they are up to rounding, the weights are copied, not kept twice. A model on a GPU
-is left alone.
+It is for inference: results stay what they are up to rounding, the weights are copied, not kept twice. A model that
+is on a GPU, even in part, is left alone.
 """
 
 import sys
@@ -14,6 +14,7 @@ from lit_gen.layers import Activation, Norm, Residual
 from lit_gen.linear import Float32Linear, HugePages, PackedLinear, aligned, lay_out_linears, multiplies
 from lit_gen.model import GPT
 from lit_gen.quantize import GROUP, Format, QuantizedLinear, model_format, quantize_model, split_experts, unpack_int4
+from lit_gen.spread import Stages
 from lit_gen.tape import Tape
 
 PANEL = 64  # output columns are padded to whole numbers of two panels of 32, see csrc/linear.cpp
@@ -30,17 +31,17 @@ def pack_model(model: GPT, quantize: Format | None = None) -> GPT:
     """
     if quantize is not None and quantize != model_format(model):
         quantize_model(model, quantize)
-    on_cpu = model.wte.weight.device.type == "cpu"
-    dtype, kernels = model.wte.weight.dtype, load_kernels() if on_cpu else None
+    dtype, kernels = model.wte.weight.dtype, load_kernels() if model.on_cpu else None
     if kernels is None:
         if format := model_format(model):
             print(f"no kernels for {format} weights here: they are made floats at every use, slowly", file=sys.stderr)
-        elif on_cpu:
+        elif model.on_cpu:
             lay_out_linears(model)
         return model
     for block in model.h:
         block.attn.kernels = kernels
-    model.run_blocks = Tape(model, kernels)
+    spread = isinstance(model.run_blocks, Stages)
+    model.run_blocks = Stages(model, model.run_blocks.spread, kernels) if spread else Tape(model, kernels)
     for parent, name, child in _children(model):
         if isinstance(child, Norm) and (child.weight is None or child.weight.dim() == 1):
             setattr(parent, name, KernelNorm(child, kernels))

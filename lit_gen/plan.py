@@ -3,6 +3,8 @@
 import os
 import re
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from lit_gen.model import GPT
 from lit_gen.quantize import Format, empty, quantize_model, stored_tensors
 from lit_gen.settings import check_count
 from lit_gen.shard import processes_here
+from lit_gen.spread import Spread
 
 OUT_OF_MEMORY = "out of memory, even as the only row: free some, shorten the prompt or lower max_new_tokens"
 SHARE = 0.8  # of the free memory; the rest is for activations
@@ -49,7 +52,7 @@ class Plan:
 def plan_batch(
     config: Config,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
     longest: int,
     n_rows: int,
     max_batch_size: int | None,
@@ -59,6 +62,7 @@ def plan_batch(
     """Plans a batch whose cache and weights fit into the memory that is free now.
 
     Args:
+        device: of the model; several share its layers, and each has the caches of its own.
         longest: cache columns that a row may need.
         n_rows: rows that there are.
         max_batch_size: at most so many rows; None takes as many as fit, up to 64 on a CPU and 256 on a GPU.
@@ -71,32 +75,40 @@ def plan_batch(
     if max_batch_size is not None:
         check_count("max_batch_size", max_batch_size)
     columns = -(-longest // SPAN) * SPAN
-    column_bytes = 2 * config.n_layer * config.n_query_groups * config.head_size * dtype.itemsize
-    weights = _weight_bytes(config, dtype, device, format)
-    free = free_memory(device)
-    fit = int((free - (0 if loaded else weights)) * SHARE) // (columns * column_bytes)
-    if fit < 1:
-        needed = ((0 if loaded else weights) + columns * column_bytes) / 1e9
-        print(f"a row of {columns} columns may not fit: it needs {needed:.1f} GB of {free / 1e9:.1f}", file=sys.stderr)
-    rows = max(1, min(fit, n_rows, max_batch_size or MOST_ROWS.get(device.type, 64)))
-    return Plan(rows, columns, rows * columns * column_bytes, weights, free)
+    layer_bytes = columns * 2 * config.n_query_groups * config.head_size * dtype.itemsize  # of a row
+    spread = Spread.of(config, [device] if isinstance(device, torch.device) else device)
+    weights, caches, fits = _weight_bytes(config, dtype, spread, format), Counter(), []
+    for place, count in zip(spread.devices, spread.counts, strict=True):
+        caches[place] += count * layer_bytes
+    free, to_load = {place: free_memory(place) for place in caches}, Counter() if loaded else weights
+    for place, row in caches.items():
+        fits.append(int((free[place] - to_load[place]) * SHARE) // row)
+        if fits[-1] < 1:
+            where = "" if len(caches) == 1 else f" on {place}"
+            needed = f"{(to_load[place] + row) / 1e9:.1f} GB of {free[place] / 1e9:.1f}"
+            print(f"a row of {columns} columns may not fit: it needs {needed}{where}", file=sys.stderr)
+    most = max_batch_size or MOST_ROWS.get(spread.devices[0].type, 64)
+    rows = max(1, min(*fits, n_rows, most))
+    return Plan(rows, columns, rows * sum(caches.values()), sum(weights.values()), sum(free.values()))
 
 
-def _weight_bytes(config: Config, dtype: torch.dtype, device: torch.device, format: Format | None) -> int:
+def _weight_bytes(config: Config, dtype: torch.dtype, spread: Spread, format: Format | None) -> Counter[torch.device]:
+    """Of the weights on each device."""
     with torch.device("meta"):
         model = GPT(config).to(dtype)
         if format is not None:
             quantize_model(model, format, make=empty)
-            return sum(tensor.nbytes for tensor in stored_tensors(model).values())
-    packed_in_float32 = device.type == "cpu" and not multiplies(dtype)  # see linear.py and pack.py
+    on_cpu = all(device.type == "cpu" for device in spread.devices)
+    packed_in_float32 = on_cpu and format is None and not multiplies(dtype)  # see linear.py and pack.py
     if dtype == torch.bfloat16 and load_kernels() is not None:
         packed_in_float32 = False
-    n_weights, n_embedding = sum(p.numel() for p in model.parameters()), model.wte.weight.numel()
-    if not packed_in_float32:
-        return n_weights * dtype.itemsize
-    # The embedding stays what it is; a head that was tied to it becomes a layer of its own.
-    others = n_weights - (0 if config.tie_embeddings else n_embedding)
-    return others * 4 + n_embedding * dtype.itemsize
+    tensors, found = stored_tensors(model), Counter()
+    if "lm_head.weight" not in tensors and (packed_in_float32 or spread.devices[0] != spread.devices[-1]):
+        tensors["lm_head.weight"] = model.wte.weight  # a tied head becomes a layer of its own
+    for name, tensor in tensors.items():
+        in_float32 = packed_in_float32 and name != "wte.weight"
+        found[spread.devices[spread.stage(name)]] += tensor.numel() * 4 if in_float32 else tensor.nbytes
+    return found
 
 
 def free_memory(device: torch.device) -> int:

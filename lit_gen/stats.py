@@ -178,9 +178,9 @@ class Stats:
         counters = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("started", "traffic")}
         return counters | {name: getattr(self, name) for name in rates}
 
-    def publish(self, device: torch.device, file: PathLike | None) -> None:
+    def publish(self, devices: Sequence[torch.device], file: PathLike | None) -> None:
         """Reports to stderr, and to a JSON file if one is named."""
-        self.peak_memory = peak_memory(device)
+        self.peak_memory = sum(peak_memory(device) for device in set(devices))
         print(self.report(), file=sys.stderr)
         if file is not None:
             Path(file).write_text(json.dumps(self.to_json(), indent=2) + "\n")

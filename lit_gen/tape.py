@@ -29,15 +29,16 @@ EMPTY = {torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
 
 
 class Tape:
-    """Runs the blocks of a packed model, by playback where that is possible.
+    """Runs the blocks of a packed model, or those of some layers, by playback where that is possible.
 
     A generation looks at the modules once, and what was recorded holds as long as they are the same: layers may be
     swapped between generations. Nothing is recorded or played back while a module has a forward hook, or while another
     thread is at it.
     """
 
-    def __init__(self, model: GPT, kernels: Kernels) -> None:
+    def __init__(self, model: GPT, kernels: Kernels, layers: range | None = None) -> None:
         self.model, self.kernels = weakref.ref(model), kernels  # weak: it is the model's own tape
+        self.layers = range(len(model.h)) if layers is None else layers
         self.lock = threading.Lock()
         self.key: tuple | None = None
         self.recording: Recording | None = None
@@ -48,7 +49,7 @@ class Tape:
         self.hooks: list[dict] = []
 
     def __reduce__(self) -> tuple:
-        return Tape, (self.model(), self.kernels)  # addresses are of no use to a copy
+        return Tape, (self.model(), self.kernels, self.layers)  # addresses are of no use to a copy
 
     def __call__(self, x: Tensor, ropes: list[tuple[Tensor, Tensor]], masks: dict, step: Step | None) -> Tensor:
         """x (B, T, C) through the blocks: (B, T, C)."""
@@ -78,7 +79,8 @@ class Tape:
 
     def _look(self, model: GPT) -> None:
         """Whether any module is another one, or has another tensor, number or object."""
-        modules, signature = [m for m in model.h.modules() if not isinstance(m, KVCache)], []
+        blocks, signature = [model.h[layer] for layer in self.layers], []
+        modules = [m for block in blocks for m in block.modules() if not isinstance(m, KVCache)]
         for module in modules:
             signature.append(id(module))
             for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
@@ -90,7 +92,7 @@ class Tape:
             self.modules, self.signature, self.key = modules, signature, None
         self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.hooks += [_global_forward_hooks, _global_forward_pre_hooks]
-        self.attentions, self.version = [block.attn for block in model.h], model.cache_version
+        self.attentions, self.version = [block.attn for block in blocks], model.cache_version
 
     def _record(self, key: tuple, given: list[Tensor], n_ropes: int, masks: dict, step: Step) -> Tensor:
         tokens = given[: 3 + 2 * n_ropes]  # the tensors that have something of each token
@@ -112,8 +114,9 @@ class Tape:
         return y
 
     def _run(self, x: Tensor, *where: Any) -> Tensor:
-        for block in self.model().h:
-            x = block(x, *where)
+        blocks = self.model().h
+        for layer in self.layers:
+            x = blocks[layer](x, *where)
         return x
 
 

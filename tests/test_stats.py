@@ -141,7 +141,7 @@ def test_published_are_a_report_and_every_counter_and_rate(tmp_path, capsys):
     stats.add_prefill(model_with_cache(1), 300, 4, 2.0)
     for kept in (2, 2, 2, 1):
         stats.add_row(kept)
-    stats.publish(torch.device("cpu"), tmp_path / "stats.json")
+    stats.publish([torch.device("cpu")], tmp_path / "stats.json")
     out, report = capsys.readouterr()
     assert out == ""
     for shown in ("tiny (bfloat16, cpu)", "150.0 tokens/s", "first token after", "3.0 kept tokens/s", "1 steps"):
