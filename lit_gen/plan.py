@@ -10,6 +10,7 @@ import torch
 
 from lit_gen.cache import SPAN
 from lit_gen.config import Config
+from lit_gen.fabric import ranks_here
 from lit_gen.kernels import load_kernels
 from lit_gen.linear import multiplies
 from lit_gen.model import GPT
@@ -66,8 +67,8 @@ def plan_batch(
     """
     if max_batch_size is not None:
         check_count("max_batch_size", max_batch_size)
-    columns = -(-longest // SPAN) * SPAN
-    column_bytes = 2 * config.n_layer * config.n_query_groups * config.head_size * dtype.itemsize
+    columns, n_groups = -(-longest // SPAN) * SPAN, max(config.n_query_groups, ranks_here())
+    column_bytes = 2 * config.n_layer * n_groups * config.head_size * dtype.itemsize
     weights = _weight_bytes(config, dtype, device, format)
     free = free_memory(device)
     fit = int((free - weights) * SHARE) // (columns * column_bytes)
@@ -96,9 +97,12 @@ def _weight_bytes(config: Config, dtype: torch.dtype, device: torch.device, form
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take; on a CPU without swapping, and within the limit of its container."""
+    """Bytes that this process, and those that hold the model with it, could still take.
+
+    On a CPU without swapping, and within the limit of its container.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0] * ranks_here()
     free = psutil.virtual_memory().available
     for files in CONTAINER:
         try:
