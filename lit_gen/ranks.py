@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lit_gen.interrupt import Interrupts
 from lit_gen.model import GPT
@@ -40,14 +40,17 @@ class Ranks:
     Every wait of a rank ends at once when another process dies, since its connections then close. One that hangs is
     noticed by those that wait for its part of a result, after the timeout that Fabric was given.
 
+    Args:
+        mesh: of all processes, (machines, ranks of each), as Fabric's `ModelParallelStrategy` makes it.
+
     Attributes:
-        mesh: of these ranks, one-dimensional.
+        mesh: of this machine's ranks, one-dimensional.
         rank: number of this process.
         shard: this machine's share of the prompts.
     """
 
-    def __init__(self, fabric: Fabric) -> None:
-        self.mesh, machines = (fabric.strategy.device_mesh[name] for name in ("tensor_parallel", "data_parallel"))
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, machines = mesh["tensor_parallel"], mesh["data_parallel"]
         self.rank, self.shard = self.mesh.get_local_rank(), f"{machines.get_local_rank()}/{machines.size()}"
         # Short messages go through main memory, also beside GPUs: nothing of them has to wait for a device.
         self._group, _ = dist.new_subgroups(self.mesh.size(), timeout=PATIENCE, backend="gloo")
