@@ -79,7 +79,7 @@ def _work(rank: int, folder: Path, jobs: Queue) -> None:
 
 @contextmanager
 def crew(most: int, folder: Path) -> Iterator[Callable]:
-    """Yields a function like `load_part`, with a number of ranks first; its model, as a context, is that of all ranks."""
+    """Yields a function like `load_part`, with the number of ranks first; as a context it gives their model."""
     context, environ = mp.get_context("spawn"), os.environ.get("PYTHONPATH", "")
     queues, connection = [context.Queue() for _ in range(most - 1)], Connection(0, folder)
     numbers = count()

@@ -1,12 +1,10 @@
 """Layers split over 2 and 3 ranks: the logits and tokens of the whole model, and each row's own bits in every batch."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import random_pairs, write_peft
 from conftest import llama_config, neox_config, randomized
 from crew import crew
 from families import FAMILIES
@@ -14,13 +12,9 @@ from torch import Tensor
 
 from generate.base import generate
 from lit_gen.checkpoint import load_model
-from lit_gen.config import Config
-from lit_gen.cut import Cut, check_ranks, cuts_of
 from lit_gen.export import save_lit
-from lit_gen.kernels import load_kernels
 from lit_gen.model import GPT
 from lit_gen.pack import pack_model
-from lit_gen.utils import UserError
 
 CPU = torch.device("cpu")
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], list(range(20, 61)), list(range(100, 70, -2))]
