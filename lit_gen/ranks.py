@@ -69,7 +69,7 @@ class Ranks:
 
     def follow(self, load: Callable[[], GPT]) -> None:
         """What ranks other than 0 do: they load when they are told to, and make the calls that rank 0 makes."""
-        model = None
+        model, self._interrupts = None, Interrupts()
         with self._interrupts:
             while (call := self._listen())[0] != END:
                 if call[0] == LOAD:

@@ -1,6 +1,7 @@
 """The other ranks of a split model: processes that make the calls which rank 0, the test, makes."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,6 +9,7 @@ from itertools import count
 from multiprocessing.queues import Queue
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -70,16 +72,29 @@ def load_part(
 def _work(rank: int, folder: Path, jobs: Queue) -> None:
     torch.set_num_threads(1)
     connection = Connection(rank, folder)
-    for size, number, args, how in iter(jobs.get, None):
-        if rank < size:
-            ranks = connection.ranks(size, number)
-            ranks.follow(lambda ranks=ranks, args=args, how=how: load_part(ranks, *args, **how)[0])
+    for size, number, args, how, room in iter(jobs.get, None):
+        if rank >= size:
+            continue
+        ranks, limits = connection.ranks(size, number), resource.getrlimit(resource.RLIMIT_AS)
+
+        def load(ranks: Ranks = ranks, args: tuple = args, how: dict = how, room: int | None = room) -> GPT:
+            model = load_part(ranks, *args, **how)[0]
+            if room is not None:
+                most = psutil.Process().memory_info().vms + room
+                resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+            return model
+
+        ranks.follow(load)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
     connection.close()
 
 
 @contextmanager
 def crew(most: int, folder: Path) -> Iterator[Callable]:
-    """Yields a function like `load_part`, with the number of ranks first; as a context it gives their model."""
+    """Yields a function like `load_part`, with the number of ranks first; as a context it gives their model.
+
+    `room`: bytes of memory that the other ranks may take after they have loaded.
+    """
     context, environ = mp.get_context("spawn"), os.environ.get("PYTHONPATH", "")
     queues, connection = [context.Queue() for _ in range(most - 1)], Connection(0, folder)
     numbers = count()
@@ -89,15 +104,16 @@ def crew(most: int, folder: Path) -> Iterator[Callable]:
         other.start()
 
     @contextmanager
-    def load(size: int, *args: object, **how: object) -> Iterator[GPT]:
+    def load(size: int, *args: object, room: int | None = None, **how: object) -> Iterator[GPT]:
         number = next(numbers)
         for jobs in queues:
-            jobs.put((size, number, args, how))
+            jobs.put((size, number, args, how, room))
         ranks = connection.ranks(size, number)
         with ranks:
             ranks.loading()
             yield ranks.lead(load_part(ranks, *args, **how)[0])
 
+    load.processes = others
     yield load
     for jobs in queues:
         jobs.put(None)
