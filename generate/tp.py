@@ -60,7 +60,7 @@ def main(
         what = "--compile true" if compile else f"--quantize {quantize}"
         raise UserError(f"{what} does not go with a model that is split: leave it out, or take --quantize int8")
     fabric = setup_ranks(precision, devices, timeout)
-    ranks = Ranks(fabric.strategy.device_mesh)
+    ranks = Ranks(fabric.strategy.device_mesh, timeout)
 
     def part(path: Path, lora: LoRA, dtype: torch.dtype, device: torch.device) -> GPT:
         """This rank's part of the model."""

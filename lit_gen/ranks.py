@@ -38,10 +38,11 @@ class Ranks:
     """The ranks of one machine, as this one sees them. On rank 0 `with` ends the others' work when it is left.
 
     Every wait of a rank ends at once when another process dies, since its connections then close. One that hangs is
-    noticed by those that wait for its part of a result, after the timeout that Fabric was given.
+    noticed by those that wait for its part of a result, after the timeout.
 
     Args:
         mesh: of all processes, (machines, ranks of each), as Fabric's `ModelParallelStrategy` makes it.
+        timeout: in seconds.
 
     Attributes:
         mesh: of this machine's ranks, one-dimensional.
@@ -49,11 +50,16 @@ class Ranks:
         shard: this machine's share of the prompts.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, machines = mesh["tensor_parallel"], mesh["data_parallel"]
+    def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
+        machines, size, limit = mesh["data_parallel"], mesh["tensor_parallel"].size(), timedelta(seconds=timeout)
+        self._limit = limit
+        # Groups of our own, since those of a mesh have a timeout that cannot be chosen.
+        self.mesh = DeviceMesh.from_group(dist.new_subgroups(size, timeout=limit)[0], mesh.device_type)
         self.rank, self.shard = self.mesh.get_local_rank(), f"{machines.get_local_rank()}/{machines.size()}"
         # Short messages go through main memory, also beside GPUs: nothing of them has to wait for a device.
-        self._group, _ = dist.new_subgroups(self.mesh.size(), timeout=PATIENCE, backend="gloo")
+        self._calls, self._notes = (
+            dist.new_subgroups(size, timeout=wait, backend="gloo")[0] for wait in (PATIENCE, limit)
+        )
         self._interrupts = Interrupts()
         self._calling = False
 
@@ -108,7 +114,7 @@ class Ranks:
             failure = error
         notes = torch.tensor([failure is not None, self._interrupts.signum or 0], dtype=torch.int64)
         with connected():
-            dist.reduce(notes, op=dist.ReduceOp.MAX, group=self._group, group_dst=0)
+            dist.reduce(notes, op=dist.ReduceOp.MAX, group=self._notes, group_dst=0)
         if self.rank == 0:
             anywhere, signum = notes.tolist()
             if signum and callable(signal.getsignal(signum)):  # else it came here as well
@@ -132,7 +138,8 @@ class Ranks:
     def _send(self, tensor: Tensor) -> None:
         """From rank 0 to the others, into their `tensor`."""
         with connected():
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            work = dist.broadcast(tensor, group=self._calls, group_src=0, async_op=True)
+            work.wait(self._limit if self.rank == 0 else PATIENCE)
 
     def __enter__(self) -> "Ranks":
         return self

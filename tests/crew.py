@@ -41,7 +41,7 @@ class Connection:
             where = {"rank": self.rank, "world_size": size, "timeout": timedelta(seconds=60)}
             dist.init_process_group("gloo", init_method=f"file://{self.folder}/{number}", **where)
             mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("data_parallel", "tensor_parallel"))
-            self.known = Ranks(mesh)
+            self.known = Ranks(mesh, timeout=60)
         return self.known
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class Torchrun:
 
 
 def wait_for_rows(out: Path, n: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not out.exists() or out.read_bytes().count(b"\n") < n:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -251,7 +251,7 @@ def test_torchrun_itself(folder: Path, expected: bytes, tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_two_gpus_give_what_base_gives(precision: str, folder: Path, tmp_path: Path, capsys) -> None:
-    """Not run yet: there were no two GPUs. In float32 the same text; in 16 bit the ranks end, and rows are all there."""
+    """Not run yet: there were no two GPUs. In float32 the same text; in 16 bit all rows are there."""
     settings = ["--prompts", '["a b c", "aaaa", "x"]', "--max_new_tokens", 9, "--precision", precision]
     args = options(folder, None, "neox", *settings)
     status, out, _ = run_script(capsys, base.main, *args)
