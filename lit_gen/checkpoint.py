@@ -6,24 +6,24 @@ more memory than the model. Nothing is left random: a missing, surplus, truncate
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import Tensor
 
 from lit_gen.config import Config
+from lit_gen.cut import WHOLE, Cut, copy_tensor, read_floats
 from lit_gen.empty import empty_model, part_head
 from lit_gen.gguf import GGUFCheckpoint
-from lit_gen.hf_weights import Placement, canonical, placements, ungroup
+from lit_gen.hf_weights import Placement, canonical, placements
 from lit_gen.model import GPT
 from lit_gen.quantize import Format, format_of, stored_tensors
 from lit_gen.shards import BinReader, Reader, SafetensorsReader
 from lit_gen.utils import UserError, read_json
 
 LIT_CONFIG, LIT_MODEL, MERGED = "lit_config.json", "lit_model.safetensors", "merged_lora"
-CHUNK_BYTES = 2 * 2**20  # read at a time
+CHECKED = 1024  # rows of a tied head that are compared at a time
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -113,22 +113,34 @@ def _open_hf(path: Path) -> Reader:
     return (SafetensorsReader if files[0].suffix == ".safetensors" else BinReader)(files)
 
 
-def load_model(path: Path, dtype: torch.dtype | None, device: torch.device | Sequence[torch.device]) -> GPT:
-    """The model of a checkpoint; see `GPT.from_checkpoint`."""
+Split = Callable[[GPT], dict[str, Cut]]
+
+
+def load_model(
+    path: Path, dtype: torch.dtype | None, device: torch.device | Sequence[torch.device], split: Split | None = None
+) -> GPT:
+    """The model of a checkpoint; see `GPT.from_checkpoint`.
+
+    Args:
+        split: cuts the parameters of the empty model, which are then on `device`, and says by name what is left of
+            each; nothing else is read of the file.
+    """
     config = load_config(path)
     lit = (path / LIT_CONFIG).is_file()
     if lit and not (path / LIT_MODEL).is_file():
         raise UserError(f"{path} has a {LIT_CONFIG} but no {LIT_MODEL}; convert the checkpoint again")
     reader = SafetensorsReader([path / LIT_MODEL]) if lit else _open_hf(path)
     format = format_of(reader.metadata, path / LIT_MODEL) if lit else None
-    model = empty_model(config, dtype or _stored_dtype(reader), device, format)
-    plan = _plan(model, reader, lit)
+    if split and format:
+        raise UserError(f"{path} has {format} weights, which cannot be split; take the original, and --quantize")
+    model = empty_model(config, dtype or _stored_dtype(reader), torch.device("cpu") if split else device, format)
+    plan, cuts = _plan(model, reader, lit), split(model) if split else {}
     targets = stored_tensors(model)
     with torch.no_grad():
         for name, place in plan:
-            target = targets[place.param]
-            _copy(reader, name, target[place.at] if place.at else target, config if place.grouped else None)
-    _check_tied_head(model, reader, lit)
+            if place.param in targets:  # else another rank has it
+                copy_tensor(reader, name, place, targets[place.param], cuts.get(place.param, WHOLE), config)
+        _check_tied_head(model, reader, lit, cuts.get("wte.weight", WHOLE))
     part_head(model)
     model.merged = set(reader.metadata.get(MERGED, "").split()) if lit else set()
     return model.requires_grad_(False).eval()
@@ -139,23 +151,9 @@ def _stored_dtype(reader: Reader) -> torch.dtype:
     if isinstance(reader, GGUFCheckpoint):
         return torch.float32
     if "wte.weight" in reader.shapes:  # of a lit folder, which may be quantised: then larger ones are integers
-        return _read(reader, "wte.weight", 0, 1).dtype
+        return read_floats(reader, "wte.weight", 0, 1).dtype
     largest = max(reader.shapes, key=lambda name: math.prod(reader.shapes[name]), default=None)
-    return torch.float32 if largest is None else _read(reader, largest, 0, 1).dtype
-
-
-def _read(
-    reader: Reader, name: str, start: int = 0, stop: int | None = None, integer: torch.dtype | None = None
-) -> Tensor:
-    """Rows of a tensor of floats, or of this dtype of integers."""
-    tensor = reader.read(name, start, stop)
-    if integer is not None and tensor.dtype != integer:
-        raise UserError(f"{name} is stored as {tensor.dtype} where {integer} is needed; quantise the checkpoint again")
-    if integer is None and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
-        raise UserError(
-            f"{name} is stored as {tensor.dtype}, a quantized format that is not supported; load a float file"
-        )
-    return tensor
+    return torch.float32 if largest is None else read_floats(reader, largest, 0, 1).dtype
 
 
 def _plan(model: GPT, reader: Reader, lit: bool) -> list[tuple[str, Placement]]:
@@ -192,33 +190,20 @@ def _and_more(names: list[str]) -> str:
     return f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
 
 
-def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    rows = max(1, CHUNK_BYTES // (4 * max(1, torch.Size(shape[1:]).numel())))
-    for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])
-
-
-def _copy(reader: Reader, name: str, target: Tensor, grouped: Config | None) -> None:
-    if grouped is not None:
-        target.copy_(ungroup(_read(reader, name), grouped))
-        return
-    integer = None if target.is_floating_point() else target.dtype
-    for start, stop in _chunks(tuple(target.shape)):
-        target[start:stop].copy_(_read(reader, name, start, stop, integer))
-
-
-def _check_tied_head(model: GPT, reader: Reader, lit: bool) -> None:
+def _check_tied_head(model: GPT, reader: Reader, lit: bool, cut: Cut) -> None:
     """A file may carry the tied head as well; if it differs, the config and the file contradict each other."""
     if lit or not model.config.tie_embeddings:
         return
     for name, shape in reader.shapes.items():
         if canonical(name) not in ("lm_head.weight", "embed_out.weight"):
             continue
-        weight = model.wte.weight
-        same = shape == tuple(weight.shape) and all(
-            torch.equal(weight[start:stop].cpu(), reader.read(name, start, stop).to(weight.dtype))
-            for start, stop in _chunks(shape)
-        )
+        weight, same = model.wte.weight, shape == (model.config.vocab_size, model.config.n_embd)
+        if same:
+            head = torch.empty_like(weight[:CHECKED])
+            for start in range(0, len(rows := cut.flat_rows(shape)), CHECKED):
+                some = rows[start : start + CHECKED]
+                copy_tensor(reader, name, Placement(""), head, Cut(some), model.config)
+                same = same and torch.equal(weight[start : start + len(some)], head[: len(some)])
         if not same:
             raise UserError(
                 f"{name} differs from the embedding although config.json ties them (tie_word_embeddings); correct one"

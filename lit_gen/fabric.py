@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import BitsandbytesPrecision
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrategy
 
+from lit_gen.settings import check_count
 from lit_gen.utils import UserError, say
 
 Precision = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
@@ -47,8 +50,7 @@ def setup_fabric(
         plugins = [LightningEnvironment(), _bitsandbytes(quantize, precision)]
         fabric = Fabric(devices=devices, plugins=plugins)
     else:
-        if precision is None:
-            precision = _default_precision("cuda" if torch.cuda.is_available() else "cpu")
+        precision = precision or _default_precision("cuda" if torch.cuda.is_available() else "cpu")
         fabric = Fabric(devices=devices, precision=precision, plugins=[LightningEnvironment()])
     fabric.launch()
     return fabric
@@ -70,9 +72,51 @@ def _setup_spread(precision: Precision | None, quantize: Quantize | None, device
     return fabric
 
 
+def setup_ranks(precision: Precision | None, devices: int | Literal["auto"], timeout: int) -> Fabric:
+    """Several processes on each machine, each with a device, that are connected: those of torchrun, or started here.
+
+    Started here, the other processes run the same command again; what this function is called before they do as well.
+
+    Args:
+        devices: how many on this machine; "auto": as torchrun says, or all GPUs.
+        timeout: seconds that a process may wait for another one's part of a result.
+
+    Raises:
+        UserError: there are not so many devices, or torchrun started another number of processes.
+    """
+    check_count("timeout", timeout)
+    if precision == "16-mixed":
+        raise UserError("--precision 16-mixed does not go with several ranks: take bf16-mixed or 16-true")
+    n_gpus, machines, environment = torch.cuda.device_count(), 1, LightningEnvironment()
+    if TorchElasticEnvironment.detect():
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        if devices not in ("auto", here):
+            raise UserError(f"--devices is {devices}, but torchrun started {here} processes: leave --devices out")
+        devices, machines, environment = here, int(os.environ["WORLD_SIZE"]) // here, TorchElasticEnvironment()
+    elif devices == "auto" and n_gpus == 0:
+        raise UserError("there is no GPU: say with --devices over how many processes to split the model")
+    devices = n_gpus if devices == "auto" else devices
+    check_count("devices", devices)
+    if 0 < n_gpus < devices:
+        raise UserError(f"{devices} processes need a GPU each, and there are {n_gpus}: lower --devices")
+    precision = precision or _default_precision("cuda" if n_gpus else "cpu")
+    strategy = ModelParallelStrategy(lambda model, mesh: model, timeout=timedelta(seconds=timeout))
+    where = {"accelerator": "cuda" if n_gpus else "cpu", "devices": devices, "num_nodes": machines}
+    fabric = Fabric(**where, precision=precision, strategy=strategy, plugins=[environment])
+    fabric.launch()
+    return fabric
+
+
 def devices_of(fabric: Fabric) -> list[torch.device]:
     """The devices that share a model."""
     return getattr(fabric.strategy, "devices", [fabric.device])
+
+
+def ranks_here() -> int:
+    """How many processes on this machine hold a model together; 1 unless they are connected."""
+    if not dist.is_initialized():
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def _default_precision(kind: str) -> Precision:

@@ -182,8 +182,10 @@ class GGUFCheckpoint:
             raise UserError(f"{path}: {error}") from None
         self.shapes = {name: source.shape for name, source in self._sources.items()}
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> Tensor:
         """Dequantises rows [start, stop) of a tensor (elements of a vector). Only these rows ever exist as float32.
+
+        Of a matrix only these columns are returned.
 
         Returns:
             A tensor of its own, float32, `(stop - start, *shapes[name][1:])`.
@@ -200,7 +202,7 @@ class GGUFCheckpoint:
         values = gguf.quants.dequantize(rows, source.stored.type).reshape(-1, *source.shape[1:])
         if name.endswith("norm.weight") and self.config["model_type"] in ("gemma2", "gemma3_text"):
             values -= 1  # stored as 1 + w
-        return torch.from_numpy(values)
+        return torch.from_numpy(values if columns is None else values[:, columns])
 
 
 def find_sources(config: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, Source]:

@@ -102,6 +102,13 @@ class MoE(nn.Module):
         return weights[expert](x) if packed else F.linear(x, weights[expert])
 
 
+def swap(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of another, whose forward hooks it takes over."""
+    old = getattr(parent, name)
+    module._forward_hooks, module._forward_pre_hooks = old._forward_hooks, old._forward_pre_hooks
+    setattr(parent, name, module)
+
+
 class Residual(nn.Module):
     """x + y * scale: what a layer adds to the stream of activations."""
 

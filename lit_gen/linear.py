@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_gen.layers import swap
 from lit_gen.model import GPT
 
 
@@ -111,7 +112,7 @@ def lay_out_linears(model: GPT) -> None:
         memory = HugePages(sum(2 * aligned(p.nbytes) for p in model.parameters()))
     for parent, name in linears(model):  # one by one: the old weight goes before the next is copied
         linear = getattr(parent, name)
-        setattr(parent, name, PackedLinear(linear) if native else Float32Linear(linear, memory))
+        swap(parent, name, PackedLinear(linear) if native else Float32Linear(linear, memory))
 
 
 def linears(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_gen.kernels import Kernels, load_kernels
-from lit_gen.layers import Activation, Norm, Residual
+from lit_gen.layers import Activation, Norm, Residual, swap
 from lit_gen.linear import Float32Linear, HugePages, PackedLinear, aligned, lay_out_linears, multiplies
 from lit_gen.model import GPT
 from lit_gen.quantize import GROUP, Format, QuantizedLinear, model_format, quantize_model, split_experts, unpack_int4
@@ -44,11 +44,11 @@ def pack_model(model: GPT, quantize: Format | None = None) -> GPT:
     model.run_blocks = Stages(model, model.run_blocks.spread, kernels) if spread else Tape(model, kernels)
     for parent, name, child in _children(model):
         if isinstance(child, Norm) and (child.weight is None or child.weight.dim() == 1):
-            setattr(parent, name, KernelNorm(child, kernels))
+            swap(parent, name, KernelNorm(child, kernels))
         elif isinstance(child, Activation):
-            setattr(parent, name, KernelActivation(child, kernels))
+            swap(parent, name, KernelActivation(child, kernels))
         elif isinstance(child, Residual):
-            setattr(parent, name, KernelResidual(child, kernels))
+            swap(parent, name, KernelResidual(child, kernels))
     split_experts(model)
     if dtype != torch.float32 and multiplies(dtype):
         _pack_linears(model, kernels, QuantizedLinear)
@@ -67,9 +67,9 @@ def _pack_linears(model: GPT, kernels: Kernels, kinds: type) -> None:
         sizes.append(packed_bytes(linear.out_features, linear.in_features, format))
     memory = HugePages(sum(map(aligned, sizes))) if todo else None
     for parent, name in todo:  # one by one: the old weight goes before the next is copied
-        setattr(parent, name, KernelLinear(getattr(parent, name), kernels, memory))
+        swap(parent, name, KernelLinear(getattr(parent, name), kernels, memory))
     if tied and dtype != torch.float16 and isinstance(model.lm_head, KernelLinear):
-        model.wte = TiedEmbedding(model.lm_head)
+        swap(model, "wte", TiedEmbedding(model.lm_head))
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -13,6 +13,7 @@ import torch
 
 from lit_gen.cache import SPAN
 from lit_gen.config import Config
+from lit_gen.fabric import ranks_here
 from lit_gen.kernels import load_kernels
 from lit_gen.linear import multiplies
 from lit_gen.model import GPT
@@ -74,8 +75,8 @@ def plan_batch(
     """
     if max_batch_size is not None:
         check_count("max_batch_size", max_batch_size)
-    columns = -(-longest // SPAN) * SPAN
-    layer_bytes = columns * 2 * config.n_query_groups * config.head_size * dtype.itemsize  # of a row
+    columns, n_groups = -(-longest // SPAN) * SPAN, max(config.n_query_groups, ranks_here())
+    layer_bytes = columns * 2 * n_groups * config.head_size * dtype.itemsize  # of a row
     spread = Spread.of(config, [device] if isinstance(device, torch.device) else device)
     weights, caches, fits = _weight_bytes(config, dtype, spread, format), Counter(), []
     for place, count in zip(spread.devices, spread.counts, strict=True):
@@ -112,13 +113,14 @@ def _weight_bytes(config: Config, dtype: torch.dtype, spread: Spread, format: Fo
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take; on a CPU without swapping, and within the limit of its container.
+    """Bytes that this process, and those that hold the model with it, could still take.
 
-    Processes that were started together on this machine are taken to share what is free in equal parts.
+    On a CPU without swapping, and within the limit of its container. Other processes that were started together with it
+    on this machine are taken to have models of their own, and to share what is free in equal parts.
     """
-    processes = processes_here(os.environ)
+    processes, ranks = processes_here(os.environ), ranks_here()
     if device.type == "cuda":  # each has a GPU of its own, if there are enough
-        return torch.cuda.mem_get_info(device)[0] // -(-processes // torch.cuda.device_count())
+        return torch.cuda.mem_get_info(device)[0] * ranks // -(-processes // torch.cuda.device_count())
     free = psutil.virtual_memory().available
     for files in CONTAINER:
         try:
@@ -127,7 +129,7 @@ def free_memory(device: torch.device) -> int:
             free = min(free, int(limit) - int(used) + int(cached[1] if cached else 0))
         except (OSError, ValueError):  # no such control group, or no limit ("max")
             continue
-    return max(free, 0) // processes
+    return max(free, 0) // max(1, processes // ranks)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

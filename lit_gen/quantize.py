@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_gen.layers import MoE
+from lit_gen.layers import MoE, swap
 from lit_gen.lora_layers import LowRank
 from lit_gen.model import GPT
 from lit_gen.utils import UserError
@@ -166,7 +166,7 @@ def quantize_model(model: GPT, format: Format, make: Callable[[Tensor, Format, s
         if isinstance(module, nn.Linear) and not small:
             head = name.startswith("lm_head")
             kept = make(module.weight.detach(), "int8" if head else format, f"{name}.weight")
-            setattr(parent, child, QuantizedLinear(kept, module.in_features, module.bias))
+            swap(parent, child, QuantizedLinear(kept, module.in_features, module.bias))
     return model
 
 

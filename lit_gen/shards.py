@@ -17,8 +17,8 @@ class Reader(Protocol):
 
     shapes: dict[str, tuple[int, ...]]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor."""
+    def read(self, name: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, and of a (N, K) one perhaps only some columns."""
 
 
 class SafetensorsReader:
@@ -45,14 +45,18 @@ class SafetensorsReader:
                 f"{file} ({size} bytes) is not a whole safetensors file ({error}); download it again"
             ) from None
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> Tensor:
         file = self._file_of[name]
         if self._current is None or self._current[0] != file or self._read > MAPPED_BYTES:
             self._current, self._read = None, 0  # unmaps the old one first
             self._current = (file, self._open(file))
         part = self._current[1].get_slice(name)
-        tensor = part[start:stop] if self.shapes[name] else part[...]
-        self._read += tensor.nbytes
+        if columns is None:
+            tensor = part[start:stop] if self.shapes[name] else part[...]
+            self._read += tensor.nbytes
+        else:
+            tensor = part[start:stop, columns]
+            self._read += len(tensor) * self.shapes[name][1] * tensor.element_size()  # pages hold more than is wanted
         return tensor
 
 
@@ -84,6 +88,7 @@ class BinReader:
             self._current = (file, content)
         return self._current[1]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> Tensor:
         tensor = self._open(self._file_of[name])[name]
-        return tensor[start:stop] if tensor.dim() else tensor
+        tensor = tensor[start:stop] if tensor.dim() else tensor
+        return tensor if columns is None else tensor[:, columns]
