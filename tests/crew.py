@@ -47,6 +47,7 @@ class Connection:
     def close(self) -> None:
         if self.size:
             dist.destroy_process_group()
+            self.size = 0
 
 
 def load_part(
@@ -74,6 +75,7 @@ def _work(rank: int, folder: Path, jobs: Queue) -> None:
     connection = Connection(rank, folder)
     for size, number, args, how, room in iter(jobs.get, None):
         if rank >= size:
+            connection.close()
             continue
         ranks, limits = connection.ranks(size, number), resource.getrlimit(resource.RLIMIT_AS)
 
