@@ -125,7 +125,9 @@ def read_ids(
     Raises:
         UserError: one that cannot be read, does not fit into the context, or asks for settings of its own.
     """
-    room, what = min((config.block_size, "the model's context"), (cache_length or config.block_size, "--cache_length"))
+    room, what = config.block_size, "the model's context"
+    if cache_length is not None and cache_length < room:
+        room, what = cache_length, "--cache_length"
     chat, found = tokenizer.chat_template is not None if chat is None else chat, []
     for prompt in read_prompts(prompts):
         if prompt.error is not None:

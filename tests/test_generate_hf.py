@@ -3,6 +3,8 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from lit_gen.cache import rectangle
 from lit_gen.checkpoint import load_model
 from lit_gen.compiled import compile_model
 from lit_gen.download import fetch_default_model
+from lit_gen.hf_job import fill_padding, search_options
 from lit_gen.kernels import load_kernels
 from lit_gen.lora import LoRAConfig, add_lora, merge_lora
 from lit_gen.lora_rows import attach_loras
@@ -174,15 +177,11 @@ def test_rows_of_a_packed_model_have_the_bits_of_the_row_alone(dtype: torch.dtyp
 
 
 def test_longrope_rows_are_those_of_base_py(family: Callable[[str], Family]) -> None:
-    """Each row takes the table of the length that it may get, as in base.py; transformers asks the whole batch."""
-    model, prompts = family("phi3-longrope").model, some_prompts(5, 40, vocab=128)
-    wrapper, T = GPTForCausalLM(model), max(map(len, prompts))
-    for prompt in prompts:
-        (expected,) = tokens_of_base(model, [prompt])
-        assert ids(wrapper, left_padded([prompt]), max_new_tokens=8)[0, len(prompt) :].tolist() == expected
-    new = ids(wrapper, left_padded(prompts), max_new_tokens=8)[:, T:]
-    rows = [ids(wrapper, left_padded([p]), max_new_tokens=8 + T - len(p))[0, len(p) : len(p) + 8] for p in prompts]
-    assert len(rows) == len(new)
+    """Each row takes the table of the length that it may get (here beyond 32), as in base.py, also in a batch."""
+    model = family("phi3-longrope").model
+    prompts = [(row * 31)[:n] for row, n in zip(some_prompts(5, vocab=128), (28, 5, 31, 24, 27), strict=True)]
+    new = ids(GPTForCausalLM(model), left_padded(prompts), max_new_tokens=8)[:, 31:]
+    assert new.tolist() == tokens_of_base(model, prompts)
 
 
 # A model with the face of transformers'
@@ -197,6 +196,7 @@ def test_logits_and_gradients_are_transformers_and_labels_give_the_loss(family: 
     torch.testing.assert_close(ours.logits[real], reference.logits[real], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.loss, reference.loss, rtol=1e-5, atol=1e-5)
     assert ours.cache is None
+    assert not model(**inputs, use_cache=True).logits.requires_grad
     ours.loss.backward()
     reference.loss.backward()
     embedding = theirs.get_input_embeddings().weight.grad
@@ -337,21 +337,23 @@ def test_50_ragged_prompts_are_5_shapes() -> None:
     assert counters["stats"]["unique_graphs"] == 5
     assert not counters["graph_break"]
     wrapper.pad_to_multiple = 1
-    for prompt in prompts[:8]:
-        ids(wrapper, left_padded([prompt]), max_new_tokens=3)
-    assert counters["stats"]["unique_graphs"] > 5 + 4
+    for n in (9, 18, 27):
+        ids(wrapper, left_padded([prompts[0][:1] * n]), max_new_tokens=3)
+    assert counters["stats"]["unique_graphs"] == 5 + 3
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
-def test_steps_through_torch_compile_give_the_same_beams_and_two_graphs_at_most() -> None:
+def test_steps_through_torch_compile_give_the_same_beams_and_two_graphs_at_most(monkeypatch) -> None:
+    """As --compile does, but for what the compiler makes of a graph, which tests/test_compiled.py looks at."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    plain, model = (pack_model(randomized(llama_config(n_layer=1))) for _ in range(2))
+    plain, model = (pack_model(randomized(llama_config())) for _ in range(2))
     wrapper, plain = GPTForCausalLM(compile_model(model)), GPTForCausalLM(plain)
-    for seed in range(2):
+    for seed in range(4):
         inputs = left_padded(some_prompts(3, 30, seed=seed))
         assert torch.equal(ids(wrapper, inputs, num_beams=2), ids(plain, inputs, num_beams=2))
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert 0 < counters["stats"]["unique_graphs"] <= 2
 
 
 # Real models
@@ -375,6 +377,7 @@ def test_stories_beams_are_the_best_ones(stories: Path) -> None:
 
 @pytest.mark.long
 def test_smollm2_is_that_of_transformers() -> None:
+    """With a seed without ties: with seed 0 a draw is between two tokens that differ by 4e-6, less than the logits."""
     path = fetch_default_model()
     file = next(path.glob("*.gguf"))
     theirs = AutoModelForCausalLM.from_pretrained(path, gguf_file=file.name, dtype=torch.float32)
@@ -388,7 +391,7 @@ def test_smollm2_is_that_of_transformers() -> None:
         model = GPTForCausalLM(pack_model(model.model), model.generation_config) if packed else model
         for search, options in SEARCHES.items():
             how = {"eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 32, **options}
-            assert torch.equal(ids(model, inputs, **how), ids(theirs, inputs, **how)), search
+            assert torch.equal(ids(model, inputs, seed=1, **how), ids(theirs, inputs, seed=1, **how)), search
 
 
 # The script
@@ -429,6 +432,18 @@ def test_texts_are_those_of_transformers_in_the_order_of_the_prompts(folder: Pat
         args = [x for name, value in options.items() for x in (f"--{name}", json.dumps(value))]
         args += ["--prompts", json.dumps(prompts), "--max_new_tokens", 12, "--max_batch_size", 3]
         assert cli(capsys, folder, *args)[:2] == (0, expected), options
+
+
+def test_padding_is_each_rows_own_first_token() -> None:
+    """A penalty counts what stands in the padding: with any other token a row would depend on its neighbours."""
+    idx, input_pos, _ = rectangle([[7, 8, 9], [5], [6, 6]], "left")
+    assert fill_padding(idx, input_pos).tolist() == [[7, 8, 9], [5, 5, 5], [6, 6, 6]]
+
+
+def test_help_lists_every_option(folder: Path, capsys) -> None:
+    listed = cli(capsys, folder, "-h")[1]
+    options = [*signature(hf.main).parameters, *signature(search_options).parameters]
+    assert [name for name in options if f"--{name} " not in listed and name != "kwargs"] == []
 
 
 def test_stops_guesses_seeds_and_weights_in_other_forms(folder: Path, capsys) -> None:
