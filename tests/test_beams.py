@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Family, llama_config, neox_config, randomized, run_script, save_byte_tokenizer
 from test_generate_base import some_prompts
+from transformers import GPT2LMHeadModel
 
 from generate import base
 from generate.base import generate
@@ -71,6 +72,33 @@ def test_all_beams_of_a_trained_model_are_those_of_float64(stories: Path) -> Non
     assert len(rows) == len(beams) == 32 and [row.tokens for row in rows] == [beam["ids"] for beam in beams]
     assert [row.score for row in rows] == pytest.approx([beam["score"] for beam in beams], abs=2e-5)
     assert all(row.text == tokenizer.decode(row.tokens) for row in rows)
+
+
+class Gpt2(GPT):
+    """transformers' GPT-2, which we do not have, behind our interface: each cache row holds a text."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Config(n_layer=1, n_head=1, n_embd=8, vocab_size=1000, block_size=64, intermediate_size=8))
+        self.inner, self.texts = [GPT2LMHeadModel.from_pretrained(folder).eval()], {}  # in a list: no child of ours
+
+    def move_kv_cache(self, source: int, target: int, columns: slice = slice(None)) -> None:
+        text = self.texts.setdefault(target, [0] * 64)
+        text[columns] = self.texts.get(source, [0] * 64)[columns]
+
+    def forward(self, idx: torch.Tensor, input_pos: torch.Tensor | None = None, *_: object, **where) -> torch.Tensor:
+        first, read = where["rows"].start if where.get("rows") else 0, []
+        for b, new in enumerate(idx.tolist()):
+            text, start = self.texts.setdefault(first + b, [0] * 64), 0 if input_pos is None else int(input_pos[b, 0])
+            text[start : start + len(new)] = new
+            read.append(text[: start + len(new)])
+        return torch.stack([self.inner[0](torch.tensor([text])).logits[0, -1] for text in read])
+
+
+def test_published_beams_of_gpt2_are_found(shared: Path) -> None:
+    folder = shared / "data/models/tiny-random-gpt2"
+    case = json.loads((folder / "expected.json").read_text())["beam_search_4_max_length_20"]
+    rows = search(Gpt2(folder), case["input_ids"], max_new_tokens=8, stop_ids=[98], max_batch_size=8)
+    assert [row.prompt + row.tokens for row in rows] == case["expected"]
 
 
 def test_with_beams_for_all_beginnings_the_best_of_all_texts_are_found() -> None:
