@@ -1,7 +1,6 @@
 """Beam search: transformers' own texts and scores, the best of all texts, and each prompt as it is alone."""
 
 import json
-import random
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -10,15 +9,17 @@ import pytest
 import torch
 from conftest import Family, llama_config, neox_config, randomized, run_script, save_byte_tokenizer
 from test_generate_base import some_prompts
+from transformers import GPT2LMHeadModel
 
 from generate import base
 from generate.base import generate
+from lit_gen.beams import Beams, Search
 from lit_gen.config import Config
 from lit_gen.export import save_lit
 from lit_gen.model import GPT
 from lit_gen.pack import pack_model
 from lit_gen.requests import make_batch
-from lit_gen.settings import Request
+from lit_gen.settings import Request, Settings
 from lit_gen.stopping import Row
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
@@ -50,8 +51,8 @@ def test_texts_and_scores_are_those_of_transformers(family: Make, name: str) -> 
     hf, model, _ = family(name)
     prompts, kinds = some_prompts(3, longest=12, vocab=128, seed=3), set()
     likely = [next(generate(model, [prompt], max_new_tokens=1)).tokens[0] for prompt in prompts]  # an end at once
-    cases = [(4, 1.0, False), (2, 1.0, "never"), (4, 0.0, True), (3, 2.0, False), (4, -1.0, "never"), (4, 0.6, True)]
-    for place, (n, penalty, early) in enumerate(cases):
+    cases = [(4, 1.0, False), (2, 1.0, "never"), (4, 0.0, True), (4, -1.0, "never"), (3, 2.0, False)]
+    for place, (n, penalty, early) in enumerate([*cases, (4, 0.6, True), (2, 2.0, True)]):
         stops = [list(range(20)), [*likely, 3], []][place % 3]
         how = {"length_penalty": penalty, "early_stopping": early, "max_new_tokens": 7}
         rows = search(model, prompts, num_beams=n, num_samples=n, stop_ids=stops, **how)
@@ -73,6 +74,33 @@ def test_all_beams_of_a_trained_model_are_those_of_float64(stories: Path) -> Non
     assert all(row.text == tokenizer.decode(row.tokens) for row in rows)
 
 
+class Gpt2(GPT):
+    """transformers' GPT-2, which we do not have, behind our interface: each cache row holds a text."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Config(n_layer=1, n_head=1, n_embd=8, vocab_size=1000, block_size=64, intermediate_size=8))
+        self.inner, self.texts = [GPT2LMHeadModel.from_pretrained(folder).eval()], {}  # in a list: no child of ours
+
+    def move_kv_cache(self, source: int, target: int, columns: slice = slice(None)) -> None:
+        text = self.texts.setdefault(target, [0] * 64)
+        text[columns] = self.texts.get(source, [0] * 64)[columns]
+
+    def forward(self, idx: torch.Tensor, input_pos: torch.Tensor | None = None, *_: object, **where) -> torch.Tensor:
+        first, read = where["rows"].start if where.get("rows") else 0, []
+        for b, new in enumerate(idx.tolist()):
+            text, start = self.texts.setdefault(first + b, [0] * 64), 0 if input_pos is None else int(input_pos[b, 0])
+            text[start : start + len(new)] = new
+            read.append(text[: start + len(new)])
+        return torch.stack([self.inner[0](torch.tensor([text])).logits[0, -1] for text in read])
+
+
+def test_published_beams_of_gpt2_are_found(shared: Path) -> None:
+    folder = shared / "data/models/tiny-random-gpt2"
+    case = json.loads((folder / "expected.json").read_text())["beam_search_4_max_length_20"]
+    rows = search(Gpt2(folder), case["input_ids"], max_new_tokens=8, stop_ids=[98], max_batch_size=8)
+    assert [row.prompt + row.tokens for row in rows] == case["expected"]
+
+
 def test_with_beams_for_all_beginnings_the_best_of_all_texts_are_found() -> None:
     """36 beams hold every beginning of 3 tokens of 6, so that nothing is lost; 2 ends a text."""
     model, prompts = randomized(llama_config(vocab_size=6)), [[1, 4, 0, 3], [5], [0, 0, 4]]
@@ -90,6 +118,21 @@ def test_with_beams_for_all_beginnings_the_best_of_all_texts_are_found() -> None
             mine = [row for row in search(model, prompts, num_beams=36, **how) if row.prompt_index == place]
             assert [row.tokens for row in mine] == [[token for token in text if token != 2] for text in best]
             assert [row.score for row in mine] == pytest.approx([scores[text] for text in best], rel=1e-5)
+
+
+def test_a_search_is_over_when_no_better_text_can_be_expected() -> None:
+    """4 tokens of at most 16; two texts have ended, with scores of -1 and -2; the best that goes on has this sum."""
+    cases = [(1.0, False, -7.9, False), (1.0, False, -8.0, True), (2.0, False, -31.9, False), (2.0, False, -32.0, True)]
+    cases += [(1.0, "never", -31.9, False), (1.0, "never", -32.0, True), (0.0, "never", -1.9, False)]
+    cases += [(-1.0, "never", -0.49, False), (-1.0, "never", -0.5, True), (1.0, True, -0.1, True)]
+    for penalty, early, total, over in cases:
+        search = Search([Row(0, [5], Settings(max_new_tokens=16))], Beams(2, penalty, early))
+        row = search.begin()[0]
+        search.ended = [row.fork(), row.fork()]
+        search.ended[0].score, search.ended[1].score = -1.0, -2.0
+        assert search._is_over([(total, 0, row)], 4) is over
+        search.ended.pop()
+        assert search._is_over([(total, 0, row)], 4) is False and search._is_over([], 4)
 
 
 def mixed_requests(n: int, vocab: int) -> list[Request]:
@@ -111,7 +154,12 @@ def test_a_prompt_gets_the_bits_that_it_gets_alone(dtype: torch.dtype) -> None:
     alone = [search(model, [request], **how) for request in requests]
     expected = [(i, *content(row)[1:]) for i, rows in enumerate(alone) for row in rows]
     assert {row.finish_reason for rows in alone for row in rows} == {"stop", "length"}
-    for more in ({}, {"max_batch_size": 7}, {"prefill_budget": 9, "max_batch_size": 10}, {"max_cache_columns": 400}):
+    for more in (
+        {"max_batch_size": 1},
+        {"max_batch_size": 7},
+        {"prefill_budget": 9, "max_batch_size": 10},
+        {"max_cache_columns": 400},
+    ):
         assert [content(row) for row in search(model, requests, **how, **more)] == expected
 
 
@@ -132,13 +180,19 @@ def test_out_of_memory_changes_no_text(config, capsys, monkeypatch: pytest.Monke
     rows = search(model, requests, stop_ids=STOPS, max_batch_size=22)
     assert [content(row)[:4] for row in rows] == expected
     assert "going on with 8 rows" in capsys.readouterr().err
-    monkeypatch.setattr(GPT, "forward", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
-    rows = search(model, requests[:2])
-    assert [(row.prompt_index, row.sample, row.finish_reason) for row in rows] == [
-        (0, 0, "error"),
-        (1, 0, "error"),
-        (1, 1, "error"),
-    ]
+    for enough in (0, 4):  # for so many calls
+        calls = -enough
+
+        def ends(self: GPT, *args: object, **kwargs: object) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 0:
+                raise MemoryError
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(GPT, "forward", ends)
+        rows = search(model, [Request([5, 6], {"n": 2})])
+        assert [(row.index, row.sample, row.finish_reason) for row in rows] == [(0, 0, "error"), (1, 1, "error")]
 
 
 def test_a_prompt_with_broken_numbers_harms_no_other() -> None:
@@ -164,6 +218,7 @@ def test_logprobs_add_up_to_the_score_and_only_asked_rows_have_them(tiny_llama: 
     asked, other = search(tiny_llama, prompts, num_beams=3, length_penalty=0.5)
     assert asked.score == pytest.approx(sum(chosen for chosen, _ in asked.logprobs) / 9**0.5)
     assert [len(top) for _, top in asked.logprobs] == [2] * 9 and other.logprobs is None
+    assert (asked.settings.logprobs, other.settings.logprobs) == (2, None)
 
 
 def test_what_does_not_go_with_a_search_is_refused_in_a_line(tiny_llama: GPT) -> None:
@@ -227,25 +282,23 @@ def test_a_job_writes_the_best_texts_and_goes_on(capsys, checkpoint: Path, tmp_p
     lines.append({"prompt": "hot", "temperature": 0.7})
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    how = ["--checkpoint_dir", checkpoint, "--num_beams", 3, "--num_samples", 2, "--max_new_tokens", 8]
+    how = ["--checkpoint_dir", checkpoint, "--num_beams", 3, "--num_samples", 3, "--max_new_tokens", 8]
     how += ["--prompts", source, "--stop", '["e"]', "--early_stopping", "never"]
     assert run_script(capsys, base.main, *how, "--out", out)[0] == 0
     whole = out.read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
-    assert [(row.get("index"), row.get("sample")) for row in rows[:7]] == [
-        *((0, 0), (0, 1), (1, None), (2, 0), (2, 1)),
-        *((3, 0), (3, 1)),
-    ]
+    *rows, response, wrong = [json.loads(line) for line in whole.splitlines()]
+    places = [(prompt, sample) for prompt in (0, 2, 3) for sample in range(3)]
+    assert [(row["index"], row.get("sample")) for row in rows] == sorted([*places, (1, None)], key=lambda key: key[0])
     tokenizer = Tokenizer(checkpoint)
-    for row in rows[:7]:
+    for row in rows:
         assert row["text"] == tokenizer.decode(row["token_ids"]).split("e")[0] and row["score"] < 0
-    assert rows[0]["score"] >= rows[1]["score"] and rows[0]["text"] != rows[1]["text"]
-    choices = rows[7]["response"]["body"]["choices"]
+    assert rows[0]["score"] >= rows[1]["score"] >= rows[2]["score"] and rows[0]["text"] != rows[1]["text"]
+    choices = response["response"]["body"]["choices"]
     sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in choices]
     assert len(sums) == 3 and sums[0] > sums[1] > sums[2], "of the same length"
-    assert rows[8]["finish_reason"] == "error" and "samples nothing" in rows[8]["error"]
-    kept = random.Random(0).sample(whole.splitlines(keepends=True)[:7], 4)
-    out.write_bytes(b"".join(kept))
+    assert wrong["finish_reason"] == "error" and "samples nothing" in wrong["error"]
+    there = whole.splitlines(keepends=True)
+    out.write_bytes(there[1] + there[3] + there[6] + there[7])  # of three prompts the second, third or first text
     assert run_script(capsys, base.main, *how, "--out", out)[0] == 0
     assert out.read_bytes() == whole
     status, printed, err = run_script(capsys, base.main, *how, "--strict", "true")
