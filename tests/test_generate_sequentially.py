@@ -75,11 +75,15 @@ def test_texts_are_those_of_base(devices: str, folder: Path, capsys: pytest.Capt
         ("--precision", "bf16-mixed"),
     ],
 )
-def test_options_of_base_do_what_they_do_there(options: tuple, folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_options_of_base_do_what_they_do_there(options: tuple, folder: Path, capsys, monkeypatch) -> None:
+    groups, whole = [], GPT._in_groups
+    monkeypatch.setattr(GPT, "_in_groups", lambda self, idx, *rest: groups.append(len(idx)) or whole(self, idx, *rest))
     status, expected, err = cli(capsys, base, folder, *(options if "--group_rows" not in options else options[:-2]))
     assert status == 0, err
+    assert groups == []
     status, out, err = cli(capsys, sequentially, folder, "--devices", THREE, *options)
     assert (status, out) == (0, expected), err
+    assert bool(groups) == ("--group_rows" in options)
 
 
 def test_without_kernels(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

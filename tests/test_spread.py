@@ -17,6 +17,7 @@ from conftest import llama_config, neox_config, randomized
 from families import FAMILIES
 from pretend import OnDevice, Pretend
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from generate.base import generate
 from lit_gen import plan
@@ -24,6 +25,7 @@ from lit_gen.adapter import load_adapter, save_adapter
 from lit_gen.adapter_v2 import load_adapter_v2, save_adapter_v2
 from lit_gen.export import save_lit
 from lit_gen.kernels import load_kernels
+from lit_gen.lora import merge_lora
 from lit_gen.lora_parts import Part
 from lit_gen.lora_rows import attach_loras
 from lit_gen.model import GPT
@@ -411,6 +413,20 @@ def test_rows_that_fit_on_the_fullest_device(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory can be reset on Linux only")
 def test_loading_takes_less_memory_than_a_layer_beside_the_devices(tmp_path: Path) -> None:
     """5 layers of 36 MB on 4 devices, which are "meta" here: what is left is what the host needs meanwhile."""
+
+    class Reads(TorchDispatchMode):
+        """A copy to a device reads what it copies, and so the file; one to "meta" would not."""
+
+        def __torch_dispatch__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:
+            if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
+                nonlocal read
+                read += args[1].nbytes
+                args[1].sum()
+            return func(*args, **(kwargs or {}))
+
+    read = 0
     sizes = {"n_embd": 1024, "n_head": 16, "n_query_groups": 4, "head_size": 64, "intermediate_size": 2048}
     config = llama_config(n_layer=5, **sizes)
     model = GPT(config)
@@ -418,13 +434,17 @@ def test_loading_takes_less_memory_than_a_layer_beside_the_devices(tmp_path: Pat
     save(model, tmp_path)
     del model
     meta = [torch.device("meta")] * 4
-    GPT.from_checkpoint(tmp_path, None, meta)  # what is imported and read once
-    before, peak = status("VmRSS"), None
-    Path("/proc/self/clear_refs").write_text("5")
-    model = GPT.from_checkpoint(tmp_path, None, meta)
-    peak = status("VmHWM")
-    assert layer > 30e6 and all(p.is_meta for p in model.parameters())
-    assert peak - before < 1.3 * layer
+    GPT.from_checkpoint(tmp_path, None, meta)  # what is imported once
+    a, b = torch.randn(8, 1024), torch.randn(1024, 8)
+    lora = {f"h.{i}.attn.proj.weight": [Part(slice(0, 1024), a, b, 1.0)] for i in range(5)}
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    with Reads():
+        model = merge_lora(GPT.from_checkpoint(tmp_path, None, meta), lora)
+    taken = status("VmHWM") - before
+    print(f"{taken / layer:.2f} layers of {layer / 1e6:.0f} MB")
+    assert layer > 30e6 and read > 5 * layer and all(p.is_meta for p in model.parameters()) and model.merged
+    assert taken < 1.3 * layer
 
 
 def status(field: str) -> int:
