@@ -170,7 +170,8 @@ def test_options_of_base_do_what_they_do_there(folder: Path, tmp_path: Path, cap
     job = Torchrun(tmp_path, [*args, str(tmp_path / "tp.json")])
     assert job.end() == [0, 0], job.read("err")
     assert job.read("out") == [out, ""]
-    of_base, of_tp = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("base", "tp"))
+    files = (tmp_path / f"{name}-00000-of-00002.json" for name in ("base", "tp"))
+    of_base, of_tp = (json.loads(file.read_text()) for file in files)
     assert of_tp["new_tokens"] == of_base["new_tokens"] and of_tp["cache_bytes"] * 2 == of_base["cache_bytes"]
 
 
