@@ -40,6 +40,12 @@ def test_plan_of_a_tiny_model_by_hand(free, monkeypatch):
     assert (half.rows, half.cache_bytes, half.weight_bytes) == (20, 20 * 65_536, 2 * WEIGHTS)
 
 
+def test_loaded_weights_need_no_room_again(free):
+    free(1_638_400)
+    assert plan_batch(CONFIG, torch.float32, CPU, 200, 1000, None, loaded=True).rows == 10
+    assert plan_batch(CONFIG, torch.float32, CPU, 200, 1000, None).rows < 10
+
+
 @pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
