@@ -37,10 +37,11 @@ def content(row: Row) -> tuple:
 
 def by_transformers(hf, prompt: list[int], n: int, stops: list[int], **how: object) -> list[tuple[list[int], float]]:
     """The n best texts, without their stop, and their scores."""
-    hf.generation_config.eos_token_id = stops or None
     how |= {"num_beams": n, "num_return_sequences": n, "do_sample": False, "pad_token_id": 127}
     how |= {"return_dict_in_generate": True, "output_scores": True}
-    found = hf.generate(torch.tensor([prompt]), **how)
+    with pytest.MonkeyPatch.context() as patch:  # the model is shared with other tests
+        patch.setattr(hf.generation_config, "eos_token_id", stops or None)
+        found = hf.generate(torch.tensor([prompt]), **how)
     texts = [text[len(prompt) :] for text in found.sequences.tolist()]
     ends = [next((i for i, token in enumerate(text) if token in stops), len(text)) for text in texts]
     return [(text[:end], score) for text, end, score in zip(texts, ends, found.sequences_scores.tolist(), strict=True)]

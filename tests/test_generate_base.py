@@ -76,10 +76,10 @@ def test_row_is_the_row_alone(tiny: GPT, batch: int, side: str | None) -> None:
     assert len(set(map(tuple, alone))) > 20  # the rows differ, so equality says something
 
 
-def test_greedy_tokens_equal_transformers(family: Make) -> None:
+def test_greedy_tokens_equal_transformers(family: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against transformers' own generate, one left-padded batch and alone."""
     hf, model, _ = family("qwen3")
-    hf.generation_config.eos_token_id = None
+    monkeypatch.setattr(hf.generation_config, "eos_token_id", None)  # the model is shared with other tests
     prompts = some_prompts(6, vocab=128)
     width = max(map(len, prompts))
     idx = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
