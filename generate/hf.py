@@ -27,14 +27,17 @@ from lit_gen.hf_job import checkpoint_options, read_ids, rows_at_a_time, search_
 from lit_gen.prepare import prepare_model
 from lit_gen.settings import check_count
 from lit_gen.undisturbed import in_eval_mode
-from lit_gen.utils import UserError, printable, run_cli
+from lit_gen.utils import UserError, printable, run_cli, say
 
 try:
     from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils.deprecation import deprecate_kwarg
 except ImportError as error:
-    sys.exit(f"error: generate/hf.py needs transformers: pip install 'transformers>=5.24' ({error})")
+    needed = f"generate/hf.py needs transformers: pip install 'transformers>=5.24' ({error})"
+    if __name__ == "__main__":
+        sys.exit(say(f"error: {needed}") or 2)
+    raise ImportError(needed) from error
 
 
 class GPTCache(CallerCache, Cache):
@@ -60,8 +63,8 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         pad_to_multiple: int = 1,
         cache_length: int | None = None,
     ) -> None:
-        sizes = {"vocab_size": model.config.vocab_size, "max_position_embeddings": model.config.block_size}
-        super().__init__(PreTrainedConfig(**sizes))
+        V, context = model.config.vocab_size, model.config.block_size
+        super().__init__(PreTrainedConfig(vocab_size=V, max_position_embeddings=context))
         check_count("pad_to_multiple", pad_to_multiple)
         check_count("cache_length", 1 if cache_length is None else cache_length)
         self.model, self.pad_to_multiple, self.cache_length = model, pad_to_multiple, cache_length
@@ -138,9 +141,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         if given is None and generation_config.use_cache:
             model_kwargs["cache"] = self.new_cache(columns)
         elif given is not None and not isinstance(given, GPTCache):
-            raise UserError(
-                f"{type(given).__name__} is transformers' own cache: leave it out, or give model.new_cache()"
-            )
+            raise UserError(f"{type(given).__name__} is none of this model's: leave it out, or give model.new_cache()")
 
 
 def main(
@@ -179,9 +180,8 @@ def main(
     """
     path, options = checkpoint_dir or fetch_default_model(), search_options(**kwargs)
     tokenizer, config = Tokenizer(path), load_config(path)
-    size = rows_at_a_time(max_batch_size, options, assistant_dir, config)
     ids = read_ids(prompts, tokenizer, config, chat, options["max_new_tokens"], cache_length)
-    fabric = setup_fabric(precision, quantize)
+    size, fabric = rows_at_a_time(max_batch_size, options, assistant_dir, config), setup_fabric(precision, quantize)
 
     def load(path: Path) -> GPTForCausalLM:
         format = weight_format(path, quantize, fabric.strategy.precision.precision)

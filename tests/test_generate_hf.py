@@ -237,7 +237,7 @@ def test_caches_in_use_at_the_same_time_do_not_meet(family: Callable[[str], Fami
 def test_what_the_model_cannot_do_is_refused_in_one_line(family: Callable[[str], Family]) -> None:
     model, inputs = wrapped(family("llama"), cache_length=20), ragged()
     cases = [("cache_length", {}), ("transformers' own", {"cache_implementation": "static"})]
-    for message, options in [*cases, ("transformers' own", {"cache": DynamicCache()})]:
+    for message, options in [*cases, ("none of this model's", {"cache": DynamicCache()})]:
         with pytest.raises(UserError, match=message):
             ids(model, inputs, **options)
     cache = model(**inputs).cache if not torch.is_grad_enabled() else model(**inputs, use_cache=True).cache
@@ -399,11 +399,11 @@ def test_smollm2_is_that_of_transformers() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder that transformers made, with a tokenizer; "</s>" ends a row."""
+    """A Hugging Face folder that transformers made, with a tokenizer whose "</s>" ends a row."""
     folder = tmp_path_factory.mktemp("hf") / "model"
-    save_byte_tokenizer(folder, 300, Path(__file__).read_text(), tokenizer_class="PreTrainedTokenizerFast")
+    save_byte_tokenizer(folder, 300, "def import return class of the rows and the sea is as it was before " * 3)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=300, max_position_embeddings=128, bos_token_id=256, eos_token_id=257, **sizes)
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, **sizes)
     model, generator = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -427,7 +427,7 @@ def test_texts_are_those_of_transformers_in_the_order_of_the_prompts(folder: Pat
         how.pop("generation_config", None)
         for prompt in prompts:
             idx = tokenizer.encode(prompt)[None]
-            for row in model.generate(idx, max_new_tokens=12, pad_token_id=257, **how)[:, idx.size(1) :]:
+            for row in model.generate(idx, max_new_tokens=12, pad_token_id=1, **how)[:, idx.size(1) :]:
                 expected += tokenizer.decode(row) + "\n"
         args = [x for name, value in options.items() for x in (f"--{name}", json.dumps(value))]
         args += ["--prompts", json.dumps(prompts), "--max_new_tokens", 12, "--max_batch_size", 3]
@@ -458,7 +458,7 @@ def test_stops_guesses_seeds_and_weights_in_other_forms(folder: Path, capsys) ->
     assert sampled[0] == sampled[1] != sampled[2]
     for option in (["--quantize", "int8"], ["--precision", "bf16-mixed"], ["--precision", "bf16-true"]):
         status, out, _ = cli(capsys, folder, *few, "--num_beams", 2, *option)
-        assert (status, len(out) > 8) == (0, True)
+        assert (status, len(out) > 1) == (0, True)
 
 
 @pytest.mark.parametrize(
