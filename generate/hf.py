@@ -22,10 +22,9 @@ from lit_gen import GPT, Tokenizer
 from lit_gen.checkpoint import load_config, weight_format
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, Quantize, setup_fabric
-from lit_gen.hf_cache import CallerCache, padded_logits
+from lit_gen.hf_cache import CallerCache, check_shapes, padded_logits
 from lit_gen.hf_job import checkpoint_options, read_ids, rows_at_a_time, search_options, search_texts
 from lit_gen.prepare import prepare_model
-from lit_gen.settings import check_count
 from lit_gen.undisturbed import in_eval_mode
 from lit_gen.utils import UserError, printable, run_cli, say
 
@@ -65,8 +64,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         V, context = model.config.vocab_size, model.config.block_size
         super().__init__(PreTrainedConfig(vocab_size=V, max_position_embeddings=context))
-        check_count("pad_to_multiple", pad_to_multiple)
-        check_count("cache_length", 1 if cache_length is None else cache_length)
+        check_shapes(pad_to_multiple, cache_length)
         self.model, self.pad_to_multiple, self.cache_length = model, pad_to_multiple, cache_length
         self.generation_config = generation_config or GenerationConfig()
 
@@ -178,6 +176,7 @@ def main(
         pad_to_multiple: Fill up prompts to a multiple of so many columns, so that there are few shapes.
         cache_length: Columns of every cache, so that all have one shape.
     """
+    check_shapes(pad_to_multiple, cache_length)
     path, options = checkpoint_dir or fetch_default_model(), search_options(**kwargs)
     tokenizer, config = Tokenizer(path), load_config(path)
     ids = read_ids(prompts, tokenizer, config, chat, options["max_new_tokens"], cache_length)

@@ -7,7 +7,6 @@ Each device gets layers that follow each other, and about as many bytes as every
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,14 @@ if __name__ == "__main__":  # from a bare clone, and from any folder
 import torch
 
 from generate.base import run
-from lit_gen import GPT, Config, adapter, adapter_v2
-from lit_gen.checkpoint import load_config, weight_format
+from lit_gen import GPT
+from lit_gen.checkpoint import load_config
 from lit_gen.download import fetch_default_model
 from lit_gen.fabric import Precision, Quantize, setup_fabric
-from lit_gen.lora import load_lora, merge_lora
-from lit_gen.lora_parts import digest
-from lit_gen.lora_rows import check_use
 from lit_gen.settings import check_count
+from lit_gen.source import open_trained
 from lit_gen.spread import Spread, parse_devices
 from lit_gen.utils import UserError, run_cli, say
-from lit_gen.wheel import sha256_of
-
-Finish = Callable[[GPT], GPT]  # what is done with a model that was just loaded
 
 
 def main(
@@ -66,39 +60,17 @@ def main(
     config = load_config(path)
     spread = Spread.of(config, places)
     fabric = setup_fabric(precision, quantize, places)
-    finish, own = _with_weights(path, config, lora_path, adapter_path, check_base, fabric.strategy.precision.precision)
+    added = {"lora": lora_path, "adapter": adapter_path, "check_base": check_base}
+    trained = open_trained(path, config, fabric.strategy.precision.precision, **added)
 
     def load(dtype: torch.dtype, device: torch.device) -> GPT:
         say(str(spread))
-        model = finish(GPT.from_checkpoint(path, dtype, places))
+        model = trained.add(GPT.from_checkpoint(path, dtype, places))
         model.group_rows = group_rows if len(places) > 1 else None
         return model
 
-    run(fabric, path, load, prompts, quantize=quantize, adapters=own, **kwargs)
-
-
-def _with_weights(
-    path: Path, config: Config, lora_path: Path | None, adapter_path: Path | None, check_base: bool, precision: str
-) -> tuple[Finish, dict[str, str] | None]:
-    """What brings a LoRA or an adapter into a model, each on the device of its layer; and a digest of it, by name."""
-    if lora_path is not None and adapter_path is not None:
-        raise UserError("--lora_path and --adapter_path do not go together: give one")
-    if lora_path is not None:
-        if format := weight_format(path, None, precision):
-            raise UserError(f"{path} has {format} weights, to which no LoRA can be added: take the original weights")
-        lora = load_lora(lora_path, config, path if check_base else None)
-        check_use(config, {"(merged)": lora}, merge=True)
-        return lambda model: merge_lora(model, lora), {"(merged)": digest(lora)}
-    if adapter_path is not None:
-        second = adapter_path.name == adapter_v2.FILE or (adapter_path / adapter_v2.FILE).is_file()
-        open_file, load = (
-            (adapter_v2.open_adapter_v2, adapter_v2.load_adapter_v2)
-            if second
-            else (adapter.open_adapter, adapter.load_adapter)
-        )
-        file = open_file(adapter_path, config).file
-        return lambda model: load(model, file), {f"({file.name})": sha256_of(file)}
-    return lambda model: model, None
+    adapters = {trained.name: trained.digest} if trained.name else None
+    run(fabric, path, load, prompts, quantize=quantize, adapters=adapters, **kwargs)
 
 
 if __name__ == "__main__":

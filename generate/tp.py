@@ -1,7 +1,7 @@
 """Generates text as base.py does, from a model whose layers are split over several processes, a device each.
 
-python generate/tp.py --devices 2 --prompts '["What food do llamas eat?", "Write one sentence about the sea."]'
-torchrun --nproc-per-node 2 generate/tp.py --prompts in.jsonl --out out.jsonl
+python generate/tp.py --devices 3 --prompts '["What food do llamas eat?", "Write one sentence about the sea."]'
+torchrun --nproc-per-node 2 generate/tp.py --checkpoint_dir checkpoints/Qwen3-0.6B --prompts in.jsonl --out out.jsonl
 """
 
 import sys

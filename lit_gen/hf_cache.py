@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from lit_gen.cache import SPAN, KVCache, positions, span_of
 from lit_gen.model import GPT
+from lit_gen.settings import check_count
 from lit_gen.undisturbed import without_caches
 from lit_gen.utils import UserError
 
@@ -116,6 +117,13 @@ class CallerCache:
 
     is_compileable = False  # transformers would compile the whole call, and make masks that are not needed
     is_croppable = True
+
+
+def check_shapes(pad_to_multiple: int, cache_length: int | None) -> None:
+    """UserError unless both are whole numbers >= 1, or there is no length."""
+    check_count("pad_to_multiple", pad_to_multiple)
+    if cache_length is not None:
+        check_count("cache_length", cache_length)
 
 
 def whole_pieces(columns: int) -> int:

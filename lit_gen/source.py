@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from lightning.fabric import Fabric
 
-from lit_gen.adapter import load_adapter, open_adapter
-from lit_gen.adapter_v2 import load_adapter_v2, open_adapter_v2
+from lit_gen import adapter as adapter_v1
+from lit_gen import adapter_v2
 from lit_gen.checkpoint import load_config, weight_format
 from lit_gen.config import Config
 from lit_gen.fabric import Quantize, parameter_dtype
@@ -49,53 +49,76 @@ def open_source(
     *,
     quantize: Quantize | None = None,
     batch_invariant: bool | Literal["auto"] = "auto",
-    lora: Path | None = None,
-    adapter: Path | None = None,
-    adapter_v2: Path | None = None,
+    **trained: Any,
 ) -> Source:
     """Checks a checkpoint and one LoRA or adapter that may go with it.
 
     Args:
         quantize, batch_invariant: see `prepare.prepare_model`.
-        lora, adapter, adapter_v2: files or folders of which one may be given; a LoRA is added to the weights.
+        trained: lora, adapter and check_base of `open_trained`.
 
     Raises:
         UserError: something is not there, is wrong, or does not fit.
     """
     config, precision = load_config(path), fabric.strategy.precision.precision
-    format = weight_format(path, quantize, precision)
-    load, part = _with_part(path, config, lora, adapter, adapter_v2)
+    format, part = weight_format(path, quantize, precision), open_trained(path, config, precision, **trained)
     return Source(
         path,
-        lambda: prepare_model(fabric, load, format, batch_invariant),
+        lambda: prepare_model(fabric, lambda *how: part.add(GPT.from_checkpoint(path, *how)), format, batch_invariant),
         config,
         parameter_dtype(fabric),
         fabric.device,
         format,
-        {"precision": precision, "quantize": format or quantize, "part": part},
+        {"precision": precision, "quantize": format or quantize, "part": part.digest},
     )
 
 
-def _with_part(
-    path: Path, config: Config, lora: Path | None, adapter: Path | None, adapter_v2: Path | None
-) -> tuple[Callable[..., GPT], str | None]:
-    """How to load a checkpoint with what was trained on it, and a digest of that."""
-    if sum(part is not None for part in (lora, adapter, adapter_v2)) > 1:
-        raise UserError("give only one of --lora_path, --adapter_path and --adapter_v2_path")
+@dataclass(frozen=True)
+class Trained:
+    """What was trained on a model, or nothing.
 
-    def load(*how: Any) -> GPT:
-        return GPT.from_checkpoint(path, *how)
+    Attributes:
+        add: brings it into a model that was just loaded, each tensor to the device of its layer.
+        name: what results call it.
+    """
 
+    add: Callable[[GPT], GPT] = lambda model: model
+    name: str | None = None
+    digest: str | None = None
+
+
+def open_trained(
+    path: Path,
+    config: Config,
+    precision: str,
+    *,
+    lora: Path | None = None,
+    adapter: Path | None = None,
+    check_base: bool = True,
+) -> Trained:
+    """Checks what is to be added to the checkpoint at `path`, of which it reads no weight.
+
+    Args:
+        precision: Fabric's name for it.
+        lora: a PEFT folder or a lit_model_lora.safetensors, which is added to the weights.
+        adapter: an adapter's file of either version, or the folder that holds it.
+        check_base: refuse a LoRA whose config names another model than the path of the checkpoint does.
+
+    Raises:
+        UserError: both are given; it is not there, is wrong, or does not fit.
+    """
+    if lora is not None and adapter is not None:
+        raise UserError("--lora_path and --adapter_path do not go together: give one")
     if lora is not None:
-        if format := weight_format(path, None, "32-true"):
-            raise UserError(f"{path} has {format} weights, to which no LoRA can be added: take the original")
-        updates = load_lora(lora, config, path)
-        check_use(config, {lora.name: updates}, merge=True)
-        return lambda *how: merge_lora(load(*how), updates), digest(updates)
-    if adapter is not None:
-        file = open_adapter(adapter, config).file
-        return lambda *how: load_adapter(load(*how), file), sha256_of(file)
-    if adapter_v2 is not None:
-        file = open_adapter_v2(adapter_v2, config).file
-        return lambda *how: load_adapter_v2(load(*how), file), sha256_of(file)
-    return load, None
+        if format := weight_format(path, None, precision):
+            raise UserError(f"{path} has {format} weights, to which no LoRA can be added: take the original weights")
+        updates = load_lora(lora, config, path if check_base else None)
+        check_use(config, {"(merged)": updates}, merge=True)
+        return Trained(lambda model: merge_lora(model, updates), "(merged)", digest(updates))
+    if adapter is None:
+        return Trained()
+    open_file, load = adapter_v1.open_adapter, adapter_v1.load_adapter
+    if adapter.name == adapter_v2.FILE or (adapter / adapter_v2.FILE).is_file():
+        open_file, load = adapter_v2.open_adapter_v2, adapter_v2.load_adapter_v2
+    file = open_file(adapter, config).file
+    return Trained(lambda model: load(model, file), f"({file.name})", sha256_of(file))

@@ -65,7 +65,7 @@ class Tape:
         model = self.model()
         if model.cache_version != self.version:
             self._look(model)
-        if any(self.hooks):
+        if any(self.hooks) or model.loras is not None:  # rows' adapters are PyTorch's products, of all tokens
             return self._run(x, ropes, masks, step)
         # Caches are not kept: one has to go before a larger one is made.
         caches = [attn._modules["kv_cache"]._buffers for attn in self.attentions]
@@ -73,9 +73,9 @@ class Tape:
         given = [t.contiguous() for t in (x, step.row, step.position, *(table for pair in ropes for table in pair))]
         dtypes = x.dtype, given[-1].dtype, caches[0].dtype, torch.get_autocast_dtype("cpu")
         key, given = (*dtypes, torch.is_autocast_enabled("cpu")), given + caches
-        if key == self.key:
-            return self._run(x, ropes, masks, step) if self.recording is None else self.recording.play(given)
-        return self._record(key, given, len(ropes), masks, step)[:, : x.size(1)]
+        if key != self.key:
+            self._record(key, given, len(ropes), masks, step)
+        return self._run(x, ropes, masks, step) if self.recording is None else self.recording.play(given)
 
     def _look(self, model: GPT) -> None:
         """Whether any module is another one, or has another tensor, number or object."""
@@ -94,11 +94,13 @@ class Tape:
         self.hooks += [_global_forward_hooks, _global_forward_pre_hooks]
         self.attentions, self.version = [block.attn for block in blocks], model.cache_version
 
-    def _record(self, key: tuple, given: list[Tensor], n_ropes: int, masks: dict, step: Step) -> Tensor:
+    def _record(self, key: tuple, given: list[Tensor], n_ropes: int, masks: dict, step: Step) -> None:
+        """Runs two tokens: every result is held meanwhile, and the strides of a single one would say nothing."""
         tokens = given[: 3 + 2 * n_ropes]  # the tensors that have something of each token
-        if tokens[1].numel() == 1:  # the strides of a single token say nothing: one of padding beside it
+        if tokens[1].numel() == 1:  # one of padding beside it
             tokens = [torch.cat((t, t), dim=min(t.dim() - 1, 1)) for t in tokens]
             tokens[2][1] = -1
+        tokens = [t.narrow(min(t.dim() - 1, 1), 0, 2).clone() for t in tokens]
         (x, row, position, *tables), calls = tokens, []
         ropes = list(zip(tables[::2], tables[1::2], strict=True))
         watch, self.key, self.recording = Watch(calls), None, None
@@ -111,7 +113,6 @@ class Tape:
         given = tokens + given[len(tokens) :]
         self.recording = None if watch.other else Recording(self.kernels, calls, given, y)
         self.key = key
-        return y
 
     def _run(self, x: Tensor, *where: Any) -> Tensor:
         blocks = self.model().h

@@ -117,7 +117,7 @@ def main(
     checkpoint_dir: Path | None = None,
     lora_path: Path | None = None,
     adapter_path: Path | None = None,
-    adapter_v2_path: Path | None = None,
+    check_base: bool = True,
     precision: Precision | None = None,
     quantize: Quantize | None = None,
     batch_invariant: bool | Literal["auto"] = "auto",
@@ -129,8 +129,8 @@ def main(
         tasks: Names, patterns or YAML files, with commas between them or as a JSON list.
         checkpoint_dir: A Hugging Face folder, a lit folder or a .gguf file; by default SmolLM2-135M-Instruct, fetched.
         lora_path: A PEFT folder or a lit_model_lora.safetensors, to be added to the weights.
-        adapter_path: lit_model_adapter.safetensors, or the folder that holds it.
-        adapter_v2_path: lit_model_adapter_v2.safetensors, or the folder that holds it.
+        adapter_path: lit_model_adapter.safetensors or lit_model_adapter_v2.safetensors, or the folder that holds it.
+        check_base: Refuse a LoRA whose config names another model than the path of the checkpoint does.
         precision: By default 32-true on a CPU, and 16 bits on a GPU.
         quantize: Keep the weights of linear layers in 8 or 4 bits; nf4 and bnb-int8 are for GPUs.
         batch_invariant: true proves that rows get the same bits in every batch or ends; false does not look.
@@ -139,7 +139,7 @@ def main(
     if find_spec("lm_eval") is None:
         raise UserError("evaluation needs a package: pip install 'lm-eval>=0.4.12'")
     path, fabric = checkpoint_dir or fetch_default_model(), setup_fabric(precision, quantize)
-    parts = {"lora": lora_path, "adapter": adapter_path, "adapter_v2": adapter_v2_path}
+    parts = {"lora": lora_path, "adapter": adapter_path, "check_base": check_base}
     source = open_source(path, fabric, quantize=quantize, batch_invariant=batch_invariant, **parts)
     results = evaluate(source, names, **kwargs)
 

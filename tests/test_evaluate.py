@@ -295,7 +295,7 @@ def test_loras_and_adapters(part: str, folder: Path) -> None:
     else:
         file = path / f"lit_model_{part}.safetensors"
         model = (load_adapter if part == "adapter" else load_adapter_v2)(model, file)
-    source = open_source(folder / "model", setup_fabric("32-true"), **{part: path})
+    source = open_source(folder / "model", setup_fabric("32-true"), **{part.removesuffix("_v2"): path})
     ours = LitGenLM(source, Tokenizer(folder / "model"), 4)
     found = ours.loglikelihood(instances("loglikelihood", *PAIRS), True)
     for (context, continuation), (value, _) in zip(PAIRS, found, strict=True):
@@ -354,7 +354,7 @@ def test_last_message_is_left_open(lm, hflm: HFLM, capsys) -> None:
         (["--gen_kwargs", '{"beams": 3}'], "generation_kwargs has beams=3"),
         (["--log_samples", "true"], "beside --out"),
         (["--out", "no/folder/r.json"], "r.json is there already, or its folder is not"),
-        (["--lora_path", "{lora}", "--adapter_path", "{adapter}"], "give only one of --lora_path"),
+        (["--lora_path", "{lora}", "--adapter_path", "{adapter}"], "--lora_path and --adapter_path do not go together"),
         (["--lora_path", "{adapter}"], "adapter"),
         (["--checkpoint_dir", "no/such/folder"], "no/such/folder"),
     ],

@@ -466,6 +466,7 @@ def test_stops_guesses_seeds_and_weights_in_other_forms(folder: Path, capsys) ->
     [
         (["--out", "x.jsonl"], "--out"),
         (["--max_new_tokens", 500], "context of 128"),
+        (["--pad_to_multiple", 0], "pad_to_multiple is 0"),
         (["--generation_config", '{"num_beamz": 2}'], "num_beamz"),
         (["--generation_config", '{"output_scores": true}'], "output_scores"),
         (["--num_beams", 0], "num_beams"),

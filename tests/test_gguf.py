@@ -338,6 +338,16 @@ def test_files_that_cannot_be_gguf(small, tmp_path):
             GGUFCheckpoint(path)
 
 
+def test_a_file_that_was_replaced_is_read_anew(llama, small):
+    """Its head is kept, since several readers follow each other; another file of the same name and size has its own."""
+    metadata, tensors = llama
+    before, size = GGUFCheckpoint(small), small.stat().st_size
+    (key,) = [key for key in metadata if key.endswith(".rope.freq_base")]
+    write(small, metadata | {key: 2 * metadata[key]}, tensors)
+    assert small.stat().st_size == size
+    assert GGUFCheckpoint(small).config["rope_theta"] == 2 * before.config["rope_theta"]
+
+
 def test_file_cut_anywhere_is_an_error(small):
     content = small.read_bytes()
     for size in [*range(1, 8000, 61), *range(8000, len(content), 5003), len(content) - 1]:

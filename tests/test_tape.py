@@ -12,8 +12,8 @@ from families import FAMILIES
 from torch import Tensor, nn
 
 from generate.base import generate
-from lit_gen import GPT, linear, pack
-from lit_gen.kernels import load_kernels
+from lit_gen import GPT, linear, pack, tape
+from lit_gen.kernels import Kernels, load_kernels
 from lit_gen.pack import pack_model
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler, or LIT_GEN_KERNELS=0")
@@ -50,14 +50,14 @@ def calls(model: GPT, first: list[int]) -> Iterator[Tensor]:
 
 def assert_played_as_run(model: GPT) -> bool:
     """Runs each call twice, played back and not; whether the model can be played back."""
-    tape, recorded = model.run_blocks, []
+    usual, recorded = model.run_blocks, []
     for first in ([5], [5, 4], [2] * 7):
         played = [logits.clone() for logits in calls(model, first)]
-        recorded.append(tape.recording is not None)
-        model.run_blocks = tape._run
+        recorded.append(usual.recording is not None)
+        model.run_blocks = usual._run
         for expected, logits in zip(calls(model, first), played, strict=True):
             assert torch.equal(logits, expected)
-        model.run_blocks = tape
+        model.run_blocks = usual
     assert len(set(recorded)) == 1
     return recorded[0]
 
@@ -107,6 +107,23 @@ def test_a_layer_that_was_swapped_is_used_by_the_next_generation() -> None:
     plain = randomized(llama_config())
     plain.h[1].mlp.fc.weight.copy_(randomized(llama_config(), seed=1).h[1].mlp.fc.weight)
     assert changed == tokens(plain, prompts)
+
+
+def test_recording_holds_no_more_for_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of all layers are held while calls are noted: of a prompt of thousands of tokens that would be GB."""
+    held = []
+
+    class Weighed(tape.Recording):
+        def __init__(self, kernels: Kernels, calls: list[tuple], *others: object) -> None:
+            held.append(sum(call[-1].nbytes for call in calls))
+            super().__init__(kernels, calls, *others)
+
+    monkeypatch.setattr(tape, "Recording", Weighed)
+    for n in (1, 2, 200):
+        model = pack_model(randomized(llama_config()))
+        model.set_kv_cache(1, 256)
+        model(torch.arange(n)[None], rows=slice(0, 1))
+    assert len(held) == 3 and len(set(held)) == 1
 
 
 def test_what_was_recorded_serves_later_generations_of_any_size() -> None:
@@ -177,13 +194,13 @@ def step_of(model: GPT) -> Tensor:
 
 def test_each_autocast_dtype_is_recorded_by_itself() -> None:
     model = pack_model(randomized(llama_config()).bfloat16())
-    tape, logits = model.run_blocks, {}
-    for how in (tape, tape._run):
+    usual, logits = model.run_blocks, {}
+    for how in (usual, usual._run):
         model.run_blocks = how
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast("cpu", dtype=dtype):
                 model.set_kv_cache(1, 16)
-                logits[how is tape, dtype] = step_of(model)
+                logits[how is usual, dtype] = step_of(model)
     assert all(torch.equal(logits[True, dtype], logits[False, dtype]) for dtype in (torch.bfloat16, torch.float16))
 
 
