@@ -89,7 +89,8 @@ def evaluate(
     """
     from lm_eval import simple_evaluate
 
-    from scripts.evaluate_lm import LitGenLM, settings_of
+    from scripts.evaluate_lm import LitGenLM
+    from scripts.evaluate_settings import settings_of
     from scripts.evaluate_tasks import load_tasks, output_files, write_results
 
     asking, tokenizer = Asking(**kwargs), Tokenizer(source.path)

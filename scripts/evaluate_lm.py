@@ -5,28 +5,27 @@ What is computed is what lm-eval's own `HFLM` computes: its tokenisation, its cu
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from generate.base import generate
 from lit_gen import GPT, Request, Tokenizer
+from lit_gen.beams import Beams
 from lit_gen.plan import Plan, plan_batch
 from lit_gen.score import Pair, Score, score
-from lit_gen.settings import Settings, check_count
+from lit_gen.settings import check_count
 from lit_gen.source import Source
+from lit_gen.stopping import Row
 from lit_gen.utils import UserError, say
+from scripts.evaluate_settings import settings_of
 
 Scored = tuple[float, bool]
-OWN = ("max_new_tokens", "stop", "n", "logprobs", "lora")  # settings that lm-eval has another name for, or none
-NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "early_stopping": False, "length_penalty": 1.0}
 TAG = "CONTINUE_THIS_MESSAGE "  # its space shows whether the template strips what is said
 
 
@@ -60,9 +59,10 @@ class LitGenLM(TemplateLM):
     def model(self) -> GPT:
         return self.source.load()
 
-    def plan(self, longest: int, n: int) -> Plan:
-        """How many of n rows may run at a time."""
-        source, limits = self.source, (longest, n, self.batch_size)
+    def plan(self, longest: int, n: int, width: int = 1) -> Plan:
+        """How many rows may run at a time for n requests that take `width` each."""
+        most = None if self.batch_size is None else self.batch_size * width
+        source, limits = self.source, (longest, n * width, most)
         loaded = "model" in vars(self)
         plan = plan_batch(source.config, source.dtype, source.device, *limits, source.format, loaded)
         say(f"{n} requests, {plan}")
@@ -156,44 +156,35 @@ class LitGenLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts up to a stop, the longest contexts first; each request has settings of its own."""
-        asked = [self._request(place, *request.args) for place, request in enumerate(requests)]
-        asked.sort(key=lambda request: -len(request.prompt))
-        longest = max((len(r.prompt) + r.settings["max_new_tokens"] - 1 for r in asked), default=1)
-        plan, results = self.plan(longest, len(asked)), [""] * len(asked)
-        how = {"stop_ids": self.tokenizer.stop_ids, "tokenizer": self.tokenizer, "seed": self.seed}
-        how |= {"max_batch_size": plan.rows, "max_cache_columns": plan.rows * plan.columns}
-        with tqdm(total=len(asked), desc="texts", disable=disable_tqdm or None) as bar:
-            for row in generate(self.model, asked, **how) if asked else ():
-                if row.error:
-                    say(f"request {row.prompt_index}: {row.error}")
-                results[row.prompt_index] = row.text
-                self.cache_hook.add_partial("generate_until", requests[row.prompt_index].args, row.text)
-                bar.update()
+        searches: dict[Beams, list[Request]] = {}  # a batch either searches, in one way, or does not
+        for place, request in enumerate(requests):
+            asked, beams = self._request(place, *request.args)
+            searches.setdefault(beams, []).append(asked)
+        results = [""] * len(requests)
+        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
+            for beams, asked in searches.items():
+                for row in self._generate(sorted(asked, key=lambda request: -len(request.prompt)), beams):
+                    if row.error:
+                        say(f"request {row.prompt_index}: {row.error}")
+                    results[row.prompt_index] = row.text
+                    self.cache_hook.add_partial("generate_until", requests[row.prompt_index].args, row.text)
+                    bar.update()
         return results
 
-    def _request(self, place: int, context: str, gen_kwargs: dict[str, Any]) -> Request:
+    def _generate(self, asked: list[Request], beams: Beams) -> Iterator[Row]:
+        longest = max(len(request.prompt) + request.settings["max_new_tokens"] - 1 for request in asked)
+        plan = self.plan(longest, len(asked), beams.n)
+        how = {"stop_ids": self.tokenizer.stop_ids, "tokenizer": self.tokenizer, "seed": self.seed}
+        how |= {"max_batch_size": plan.rows, "max_cache_columns": plan.rows * plan.columns}
+        how |= {"num_beams": beams.n, "length_penalty": beams.length_penalty, "early_stopping": beams.early_stopping}
+        yield from generate(self.model, asked, **how)
+
+    def _request(self, place: int, context: str, gen_kwargs: dict[str, Any]) -> tuple[Request, Beams]:
         """A context, cut at the beginning so that the new tokens fit; they are fewer if nothing of it would be left."""
-        settings = settings_of(gen_kwargs, self.max_gen_toks)
+        settings, beams = settings_of(gen_kwargs, self.max_gen_toks)
         ids, n, most = self.tok_encode(context) or [self.prefix_token_id], settings["max_new_tokens"], self.max_length
         if n >= most:
             ids = ids[-(most - 1) :]
             n = most - len(ids)
-        return Request(ids[-(most - n) :], settings | {"max_new_tokens": n}, name=f"request {place}", place=place)
-
-
-def settings_of(gen_kwargs: dict[str, Any], max_gen_toks: int) -> dict[str, Any]:
-    """lm-eval's `generation_kwargs` as settings of a row; UserError for one that means nothing here."""
-    kwargs = dict(normalize_gen_kwargs(gen_kwargs, max_gen_toks))
-    settings = {"max_new_tokens": kwargs.pop("max_gen_toks"), "stop": [stop for stop in kwargs.pop("until") if stop]}
-    if not kwargs.pop("do_sample"):
-        kwargs["temperature"] = 0.0
-    if kwargs.get("top_k") == 0:  # Hugging Face's way to keep all
-        del kwargs["top_k"]
-    known = [field.name for field in fields(Settings) if field.name not in OWN]
-    for name, value in kwargs.items():
-        if name in known:
-            settings[name] = value
-        elif name not in NEUTRAL or value != NEUTRAL[name]:
-            names = ", ".join(["until", "max_gen_toks", "do_sample", *known])
-            raise UserError(f"generation_kwargs has {name}={value!r:.40}, but may have {names}")
-    return settings
+        settings["max_new_tokens"] = n
+        return Request(ids[-(most - n) :], settings, name=f"request {place}", place=place), beams

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokeniz
 
 from lit_gen.adapter import AdapterConfig, add_adapter, save_adapter
 from lit_gen.adapter_v2 import add_adapter_v2, save_adapter_v2
+from lit_gen.beams import Beams
 from lit_gen.checkpoint import load_model
 from lit_gen.fabric import setup_fabric
 from lit_gen.lora import load_lora, merge_lora
@@ -30,7 +31,8 @@ from lit_gen.source import open_source
 from lit_gen.tokenizer import Tokenizer
 from lit_gen.utils import UserError
 from scripts import evaluate
-from scripts.evaluate_lm import LitGenLM, settings_of
+from scripts.evaluate_lm import LitGenLM
+from scripts.evaluate_settings import settings_of
 from scripts.evaluate_tasks import load_tasks
 
 CONTEXT = 256
@@ -183,22 +185,51 @@ def test_budget_larger_than_the_context_never_empties_a_prompt(lm) -> None:
         ("the cat", 9999, Tokenizer(ours.source.path).encode("the cat").tolist(), None),
         ("the cat", 3, Tokenizer(ours.source.path).encode("the cat").tolist(), 3),
     ]:
-        request = ours._request(0, context, {"max_gen_toks": n})
+        request, _ = ours._request(0, context, {"max_gen_toks": n})
         assert list(request.prompt) == prompt
         assert request.settings["max_new_tokens"] == (new or 256 - len(prompt))
-    assert ours._request(0, "", {}).prompt == [0]
+    assert ours._request(0, "", {})[0].prompt == [0]
     assert len(ours.generate_until(instances("generate_until", ("a " * 300, {"max_gen_toks": 9999})), True)) == 1
 
 
 def test_settings_of_requests() -> None:
-    assert settings_of({}, 256) == {"max_new_tokens": 256, "stop": [], "temperature": 0.0}
+    plain = Beams()
+    assert settings_of({}, 256) == ({"max_new_tokens": 256, "stop": [], "temperature": 0.0}, plain)
     given = {"until": "\n", "max_gen_toks": 3, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 0}
-    assert settings_of(given, 256) == {"max_new_tokens": 3, "stop": ["\n"], "temperature": 0.5, "top_p": 0.9}
-    assert settings_of({"temperature": 0.5, "do_sample": False, "num_beams": 1}, 4)["temperature"] == 0.0
-    assert given["until"] == "\n" and settings_of({"until": ["", "x"]}, 4)["stop"] == ["x"]
-    for wrong in ({"num_beams": 4}, {"penalty_alpha": 0.6}, {"logprobs": 3}):
-        with pytest.raises(UserError, match=f"generation_kwargs has {next(iter(wrong))}=.*may have until"):
+    expected = {"max_new_tokens": 3, "stop": ["\n"], "temperature": 0.5, "top_p": 0.9}
+    assert settings_of(given, 256) == (expected, plain)
+    assert settings_of({"temperature": 0.5, "do_sample": False, "num_beams": 1}, 4)[0]["temperature"] == 0.0
+    assert given["until"] == "\n" and settings_of({"until": ["", "x"]}, 4)[0]["stop"] == ["x"]
+    search = {"num_beams": 4, "length_penalty": 0.6, "early_stopping": True}
+    assert settings_of(search, 4)[1] == Beams(4, 0.6, True)
+    for wrong in ({"penalty_alpha": 0.6}, {"logprobs": 3}, {"num_return_sequences": 2}):
+        with pytest.raises(UserError, match=f"generation_kwargs has {next(iter(wrong))}=.*may have until.*num_beams"):
             settings_of(wrong, 4)
+    for wrong, why in [
+        ({"num_beams": 0}, "num_beams"),
+        ({"length_penalty": 2.0}, "give num_beams above 1"),
+        ({"num_beams": 2, "do_sample": True, "temperature": 0.5}, "a search with num_beams samples nothing"),
+        ({"num_beams": 2, "repetition_penalty": 1.3}, "do not go with num_beams"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            settings_of(wrong, 4)
+
+
+def test_beams_are_those_of_hflm(lm, hflm: HFLM) -> None:
+    """Requests that search, in two ways, stand among others that do not. Of a search HFLM's stops see one beam only."""
+    contexts = [context or "once" for context, _ in PAIRS]
+    ways = [{}, {"num_beams": 3}, {"num_beams": 2, "length_penalty": 0.5, "early_stopping": True}]
+    settings = [{"max_gen_toks": 4 + 3 * i, "until": [] if i % 3 else ["e"]} | ways[i % 3] for i in range(7)]
+    requests = instances("generate_until", *zip(contexts, settings, strict=True))
+    ours = lm(3)
+    found = ours.generate_until(requests, disable_tqdm=True)
+    assert found == [hflm.generate_until([request], disable_tqdm=True)[0] for request in requests]
+    assert found == lm(1).generate_until(requests, disable_tqdm=True) and len(set(found)) == 7
+    plain = instances("generate_until", *((c, {"max_gen_toks": 4 + 3 * i}) for i, c in enumerate(contexts)))
+    assert found[1::3] != ours.generate_until(plain, disable_tqdm=True)[1::3]
+    stops = [{"max_gen_toks": 20, "num_beams": 3, "until": until} for until in ([], [found[1][1]])]
+    whole, cut = (ours.generate_until(instances("generate_until", (contexts[1], stop)), True)[0] for stop in stops)
+    assert found[1][1] in whole and found[1][1] not in cut
 
 
 def test_sampled_texts_do_not_depend_on_the_batch(lm) -> None:
