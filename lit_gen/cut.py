@@ -19,7 +19,7 @@ from lit_gen.hf_weights import Placement, ungroup
 from lit_gen.shards import Reader
 from lit_gen.utils import UserError
 
-CHUNK_BYTES = 2 * 2**20  # read at a time
+CHUNK_BYTES = 2**23  # read at a time; less is returned to the system and fetched again, page by page
 
 
 @dataclass(frozen=True, eq=False)
