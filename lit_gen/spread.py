@@ -29,7 +29,7 @@ from lit_gen.utils import UserError
 Where = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor | None], Step | None]  # CausalSelfAttention.forward
 
 
-def split_layers(layers: Sequence[int], n_devices: int, first: int = 0, last: int = 0) -> list[int]:
+def split_layers(layers: Sequence[int], n_devices: int) -> list[int]:
     """How many of the layers, in their order, each device gets: at least one, and the most bytes are as few as can be.
 
     Among these splits the second most are as few as can be, and so on; of equal ones that with more layers in front. 30
@@ -37,7 +37,6 @@ def split_layers(layers: Sequence[int], n_devices: int, first: int = 0, last: in
 
     Args:
         layers: bytes of each.
-        first, last: what the first and the last device hold beside layers.
 
     Raises:
         UserError: there are more devices than layers.
@@ -49,10 +48,10 @@ def split_layers(layers: Sequence[int], n_devices: int, first: int = 0, last: in
     # stop -> (bytes of devices, most first; layers of each, negative) of the best way to put layers[:stop] on so many
     best = {0: ((), ())}
     for device in range(n_devices):
-        beside, found = first * (device == 0) + last * (device == n_devices - 1), {}
+        found = {}
         for start, (loads, counts) in best.items():
             for stop in range(start + 1, n - (n_devices - 1 - device) + 1):
-                load = before[stop] - before[start] + beside
+                load = before[stop] - before[start]
                 way = tuple(sorted((*loads, load), reverse=True)), (*counts, start - stop)
                 found[stop] = min(way, found.get(stop, way))
         best = found
@@ -101,20 +100,17 @@ class Spread:
 
     @classmethod
     def of(cls, config: Config, devices: Sequence[torch.device]) -> "Spread":
-        """Balanced by weights, those of the embedding (first device), last norm and head (last device) included.
+        """Balanced by the bytes of layers, counted as if all weights had one dtype.
 
-        Weights are counted as if all had one dtype. A tied head counts, too: where its device is another one than the
-        embedding's it has a copy.
+        The embedding comes on top on the first device, last norm and head on the last one: were they counted, a model
+        with a large vocabulary would have hardly a layer there, and the devices between would do all the work.
         """
-        layers, others = [0] * config.n_layer, {"wte": 0, "ln_f": 0, "lm_head": 0}
+        layers = [0] * config.n_layer
         for name, shape in shapes(config).items():
             part, _, rest = name.partition(".")
             if part == "h":
                 layers[int(rest.partition(".")[0])] += prod(shape)
-            else:
-                others[part] += prod(shape)
-        last = others["ln_f"] + others["lm_head"]
-        return cls(tuple(devices), tuple(split_layers(layers, len(devices), others["wte"], last)))
+        return cls(tuple(devices), tuple(split_layers(layers, len(devices))))
 
     def __str__(self) -> str:
         parts = (f"{n} on {device}" for n, device in zip(self.counts, self.devices, strict=True))

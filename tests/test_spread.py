@@ -84,19 +84,15 @@ def test_thirty_equal_layers(n: int, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_split_is_better_balanced(seed: int) -> None:
-    """Against all splits there are, with layers of different sizes and something large on the first and last device."""
+    """Against all splits there are, with layers of different sizes."""
     generator = torch.Generator().manual_seed(seed)
     n, n_devices = 3 + seed % 6, 1 + seed % 3
     layers = torch.randint(1, 9, (n,), generator=generator).tolist()
-    first, last = torch.randint(0, 12, (2,), generator=generator).tolist()
 
     def loads(cuts: tuple[int, ...]) -> list[int]:
-        parts = [sum(layers[a:b]) for a, b in itertools.pairwise((0, *cuts, n))]
-        parts[0] += first
-        parts[-1] += last
-        return sorted(parts, reverse=True)
+        return sorted((sum(layers[a:b]) for a, b in itertools.pairwise((0, *cuts, n))), reverse=True)
 
-    counts = split_layers(layers, n_devices, first, last)
+    counts = split_layers(layers, n_devices)
     assert sum(counts) == n and min(counts) >= 1 and len(counts) == n_devices
     best = min(loads(cuts) for cuts in itertools.combinations(range(1, n), n_devices - 1))
     assert loads(tuple(itertools.accumulate(counts[:-1]))) == best
@@ -108,11 +104,11 @@ def test_more_devices_than_layers(n: int) -> None:
         split_layers([1] * 30, n)
 
 
-def test_embedding_and_head_count() -> None:
-    config = llama_config(n_layer=30, vocab_size=20_000)  # each of them 31 layers' worth
-    size = sum(p.numel() for p in GPT(llama_config(n_layer=1, vocab_size=1)).h.parameters())
-    assert 30 < 20_000 * 64 / size < 45
-    assert Spread.of(config, [CPU] * 4).counts == (1, 14, 14, 1)
+def test_layers_of_a_model_with_a_large_vocabulary() -> None:
+    """Embedding and head come on top, and where a layer is a mixture of experts it counts for what it holds."""
+    assert Spread.of(llama_config(n_layer=30, vocab_size=20_000), [CPU] * 4).counts == (8, 8, 7, 7)
+    experts = MOE | {"moe_intermediate_size": 999, "moe_layers": [True, False, False, False]}
+    assert Spread.of(llama_config(n_layer=4, **experts), [CPU] * 2).counts == (1, 3)
     assert str(Spread.of(llama_config(), [CPU, CPU])) == "layers: 1 on cpu, 1 on cpu"
 
 
