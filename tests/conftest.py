@@ -17,6 +17,10 @@ from lit_gen.config import Config, Rope
 from lit_gen.model import GPT
 from lit_gen.utils import run_cli
 
+needs_onednn_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on a CPU without AVX-512"
+)
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import llama_config, randomized
+from conftest import llama_config, needs_onednn_bfloat16, randomized
 from test_generate_base import some_prompts
 from torch._dynamo.utils import counters
 
@@ -36,6 +36,7 @@ def test_compiled_rows_are_the_eager_ones_and_nothing_is_compiled_again() -> Non
     assert not counters["graph_break"]
 
 
+@needs_onednn_bfloat16
 def test_weights_packed_for_a_cpu_that_multiplies_16_bits_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, pack):
         monkeypatch.setattr(module, "multiplies", lambda dtype: True)

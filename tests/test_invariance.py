@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import llama_config, randomized
+from conftest import llama_config, needs_onednn_bfloat16, randomized
 from torch import Tensor, nn
 
 from lit_gen import linear, pack
@@ -67,6 +67,7 @@ def test_a_packed_layer_that_holds_for_few_rows_gets_few(monkeypatch: pytest.Mon
 
 
 @needs_kernels
+@needs_onednn_bfloat16
 def test_experts_are_proved_as_well_where_the_cpu_multiplies_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacked weights are no linear layers; they become some, so that the proof sees them."""
     for module in (linear, pack):

@@ -1,10 +1,11 @@
 """Linear layers laid out for PyTorch's own kernels: the same results, for every kind of processor, in every dtype."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import llama_config, neox_config, randomized
+from conftest import llama_config, needs_onednn_bfloat16, neox_config, randomized
 from torch import nn
 
 from generate.base import generate
@@ -33,15 +34,19 @@ def test_the_layout_changes_no_logits(config, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, 40])
-def test_both_16_bit_layers_equal_the_plain_one_to_the_last_rounding(bias: bool, rows: int) -> None:
+@pytest.mark.parametrize(
+    "packing",
+    [lambda linear: Float32Linear(linear, HugePages(2**20)), pytest.param(PackedLinear, marks=needs_onednn_bfloat16)],
+    ids=["float32", "onednn"],
+)
+def test_16_bit_layers_equal_the_plain_one_to_the_last_rounding(bias: bool, rows: int, packing: Callable) -> None:
     torch.manual_seed(rows)
     linear = nn.Linear(96, 80, bias=bias).bfloat16().requires_grad_(False)
     x = torch.randn(2, rows, 96).bfloat16()
     exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0.0)
-    for packed in (Float32Linear(linear, HugePages(2**20)), PackedLinear(linear)):
-        y = packed(x)
-        assert y.shape == (2, rows, 80) and y.dtype == torch.bfloat16
-        assert (y.double() - exact).abs().max() <= exact.abs().max() / 128  # half a unit of bfloat16's last place
+    y = packing(linear)(x)
+    assert y.shape == (2, rows, 80) and y.dtype == torch.bfloat16
+    assert (y.double() - exact).abs().max() <= exact.abs().max() / 128  # half a unit of bfloat16's last place
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,9 +59,10 @@ def test_rows_are_the_rows_alone_in_float32_and_run_in_all(dtype: torch.dtype) -
     assert batch == alone or dtype != torch.float32
 
 
+@needs_onednn_bfloat16
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_path_of_processors_that_multiply_bfloat16_generates_too(tied: bool, monkeypatch) -> None:
-    """oneDNN's layout works, slowly, on any x86 CPU; here it is taken whatever the processor."""
+    """oneDNN's layout works, slowly, on any CPU with AVX-512; here it is taken on all of these."""
     monkeypatch.setattr("lit_gen.linear.multiplies", lambda dtype: True)
     model = randomized(llama_config(tie_embeddings=tied)).bfloat16()
     expected = copy.deepcopy(model)(torch.tensor([[1, 2, 3, 4]]))

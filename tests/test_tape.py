@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import llama_config, randomized
+from conftest import llama_config, needs_onednn_bfloat16, randomized
 from families import FAMILIES
 from torch import Tensor, nn
 
@@ -74,6 +74,7 @@ def test_quantised_blocks_are_played_back(quantize: str) -> None:
     assert assert_played_as_run(pack_model(randomized(llama_config()), quantize))
 
 
+@needs_onednn_bfloat16
 @pytest.mark.parametrize("changes", [{}, {"pre_norm": False, "post_norm": True}])
 def test_products_of_onednn_are_made_between_the_calls(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, pack):

@@ -22,30 +22,31 @@ struct Shape {
     }
 };
 
+constexpr int wide(int heads) {  // vectors of a value's elements of which as many heads form sums at once: 4, 2 or 1
+    return SUMS >= 4 * heads ? 4 : SUMS >= 2 * heads ? 2 : 1;
+}
+
 // Elements 16 * d, ... of a head; E > 0: the head is 16 * E long, so that no end has to be looked for.
 template <int E, class T>
 inline V part(const T* p, int64_t d, int64_t hs) {
     return E ? load(p + LANES * d) : load(p + LANES * d, hs - LANES * d);
 }
 
-// Products of a query with 16 keys -> scores, of which n count; `largest` so far.
-inline void finish_scores(const Shape& s, V& x, int64_t n, V& largest) {
+// Products of a query with 16 keys -> scores, of which n count; `most`: the largest so far, in each lane.
+inline void finish_scores(const Shape& s, V& x, int64_t n, V& most) {
     x *= s.scale;
-    if (s.softcap)
-        for (int i = 0; i < LANES; i++) x[i] = std::tanh(x[i] / s.softcap) * s.softcap;
-    for (int64_t i = std::max<int64_t>(n, 0); i < LANES; i++) x[i] = -INFINITY;
-    largest = x > largest ? x : largest;
+    if (s.softcap) x = map(x, [&](float y, int) { return std::tanh(y / s.softcap) * s.softcap; });
+    x = keep(x, n, -INFINITY);
+    most = select(x > most, x, most);
 }
 
 // n scores, up to the next multiple of 16, -> weights; result[0] is the largest score and result[1] the sum of weights.
-inline void weigh(float* score, int64_t n, V largest, float* result) {
-    float most = -INFINITY;
-    for (int i = 0; i < LANES; i++) most = std::max(most, largest[i]);
+inline void weigh(float* score, int64_t n, V largest_of, float* result) {
+    const float most = largest(largest_of);
     V total = {};
     for (int64_t t = 0; t < n; t += LANES) {
-        V& w = *(V*)(score + t);
-        const V e = exp(w - most);
-        w = w == -INFINITY ? V{} : e;
+        const V x = load(score + t), w = select(x == -INFINITY, V{}, exp(x - most));
+        store(score + t, w);
         total += w;
     }
     result[0] = most, result[1] = sum(total);
@@ -91,7 +92,7 @@ void gather(const float* weight, const T* v, int64_t hs, int64_t t0, int64_t t1,
             for (int w = 0; w < W; w++) acc[g][w] += weight[g * CHUNK + t - t0] * value[w];
     }
     for (int g = 0; g < G; g++)
-        for (int w = 0; w < W; w++) *(V*)(out + g * stride + LANES * (d + w)) = acc[g][w];
+        for (int w = 0; w < W; w++) store(out + g * stride + LANES * (d + w), acc[g][w]);
 }
 
 // One chunk of one token for G heads: out[g] is the largest score, the sum of weights and their values, 2 + 16 * D.
@@ -103,7 +104,8 @@ void chunk(const Shape& s, const float* q, const T* k, const T* v, int64_t t0, i
     score<T, G, E>(s, q, k, v, t0, t1, weight, largest);
     for (int g = 0; g < G; g++) weigh(weight + g * CHUNK, t1 - t0, largest[g], out + g * stride);
     int64_t d = 0;
-    for (; d + 4 <= D; d += 4) gather<T, G, E, 4>(weight, v, s.hs, t0, t1, d, out + 2, stride);
+    constexpr int W = wide(G);
+    for (; d + W <= D; d += W) gather<T, G, E, W>(weight, v, s.hs, t0, t1, d, out + 2, stride);
     for (; d < D; d++) gather<T, G, E, 1>(weight, v, s.hs, t0, t1, d, out + 2, stride);
 }
 
@@ -202,7 +204,7 @@ void shared_chunk(const Shape& s, int64_t rows, const float* const* q, const Col
         }
     }
     for (int64_t r = 0; r < rows; r++) weigh(weight + r * CHUNK, n[r], largest[r], out[r]);
-    constexpr int W = E ? 4 : 1;
+    constexpr int W = E ? wide(4) : 1;
     for (int64_t d = 0; d < D; d += W) {
 #define GATHER(R) gather_shared<R, W>(weight + r * CHUNK, columns.values, D, d, n + r, values + r)
         FOUR_BY_FOUR(GATHER)

@@ -15,51 +15,64 @@ inline int omp_get_num_threads() { return 1; }
 namespace {
 
 constexpr int PANEL = 32;  // output columns whose weights lie together: w is [N / 32][K][32]
-#ifdef __AVX512F__
-constexpr int TILE = 24;   // sums that are formed at once, in vectors: as many as there are registers for
-#else
-constexpr int TILE = 6;
-#endif
 constexpr int AHEAD = 2048;  // bytes: weights are fetched so long before they are needed
-constexpr int DEPTH = 8;   // tiles whose x stays in the cache while w passes by
+constexpr int64_t GROUP = 32;   // k's of int4 that share a factor
+constexpr int64_t PIECE = 128;  // k's of a panel that are made floats at once: 16 KB
+constexpr int64_t ROWS = 192;   // rows whose sums are formed while a piece is at hand
+constexpr int64_t STRIP = 2 * WIDTH;  // columns of a piece
+constexpr int64_t MOST = WIDTH == 8 ? 6 : 12;  // rows whose sums for a strip fill the registers
 
-typedef int16_t I16 __attribute__((vector_size(32), aligned(2), may_alias));
+template <class T>
+INLINE RI widen(const char* p) {  // a register of 8-bit integers as 32-bit ones
+#if defined(__AVX512F__)
+    const __m128i x = _mm_loadu_si128((const __m128i*)p);
+    return (RI)(std::is_signed<T>::value ? _mm512_cvtepi8_epi32(x) : _mm512_cvtepu8_epi32(x));
+#elif defined(__AVX2__)
+    const __m128i x = _mm_loadl_epi64((const __m128i*)p);
+    return (RI)(std::is_signed<T>::value ? _mm256_cvtepi8_epi32(x) : _mm256_cvtepu8_epi32(x));
+#else  // by way of 16 bits: of the direct conversion GCC 12 makes 50 instructions
+    typedef T R8 __attribute__((vector_size(WIDTH)));
+    typedef int16_t R16 __attribute__((vector_size(2 * WIDTH)));
+    return __builtin_convertvector(__builtin_convertvector(read<R8>(p), R16), RI);
+#endif
+}
+
+template <class F>
+INLINE V floats(const F& integers) {  // of the register from lane i on
+    return make<V>([&](int i) { return __builtin_convertvector(integers(i), RV); });
+}
 
 // The weights of 32 columns at one k, as two vectors of 16.
 struct Float {
-    static constexpr int bytes = 128;
+    static constexpr int bytes = 128, many = 4 * SUMS;  // more rows: see `pieces`
     void start(const char*) {}
     void group(int64_t) {}
     void get(const char* p, V& a, V& b) const { a = load((const float*)p), b = load((const float*)p + 16); }
 };
 
 struct BFloat {  // columns j and 16 + j in one 32-bit word
-    static constexpr int bytes = 64;
+    static constexpr int bytes = 64, many = 3 * SUMS / 2;
     void start(const char*) {}
     void group(int64_t) {}
     void get(const char* p, V& a, V& b) const {
-        const U both = *(const U*)p;
-        a = (V)(both << 16), b = (V)(both & 0xffff0000u);
+        const U both = make<U>([=](int i) { return read<RU>(p + 4 * i); });
+        a = as<V>(both << 16), b = as<V>(both & 0xffff0000u);
     }
 };
 
 struct Int8 {  // the factor of each column is applied by the caller, to the whole sum
-    static constexpr int bytes = 32;
+    static constexpr int bytes = 32, many = 2 * SUMS;
     void start(const char*) {}
     void group(int64_t) {}
-    static V widen(const char* p) {
-#ifdef __AVX512F__
-        return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#else  // by way of 16 bits: of the direct conversion GCC 12 makes 50 instructions
-        return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(*(const I8*)p, I16), I), V);
-#endif
+    void get(const char* p, V& a, V& b) const {
+        a = floats([=](int i) { return widen<int8_t>(p + i); });
+        b = floats([=](int i) { return widen<int8_t>(p + 16 + i); });
     }
-    void get(const char* p, V& a, V& b) const { a = widen(p), b = widen(p + 16); }
 };
 
 struct Int4 {  // column j in the low half of a byte, 16 + j in the high half; factor and least value of 32 k's together
-    static constexpr int bytes = 16;
-    const char* scales;  // [K / 32][2][32] bfloat16, in pairs of columns as in BFloat
+    static constexpr int bytes = 16, many = 2 * SUMS / 3;
+    const char* scales = nullptr;  // [K / 32][2][32] bfloat16, in pairs of columns as in BFloat
     V factor[2], least[2];
     void start(const char* panel) { scales = panel; }
     void group(int64_t i) {
@@ -70,13 +83,12 @@ struct Int4 {  // column j in the low half of a byte, 16 + j in the high half; f
     void get(const char* p, V& a, V& b) const {
 #ifdef __AVX512F__  // a table of the 16 numbers, which looks at the low half of a byte only
         const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+        const __m512i both = (__m512i)widen<uint8_t>(p);
         const V low = (V)_mm512_permutexvar_ps(both, numbers);
         const V high = (V)_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
 #else
-        const U8 both = *(const U8*)p;
-        const V low = Int8::widen((const char*)&(const U8&)(both & 15));
-        const V high = Int8::widen((const char*)&(const U8&)(both >> 4));
+        const V low = floats([=](int i) { return widen<uint8_t>(p + i) & 15; });
+        const V high = floats([=](int i) { return widen<uint8_t>(p + i) >> 4; });
 #endif
         a = low * factor[0] + least[0];
         b = high * factor[1] + least[1];
@@ -91,38 +103,46 @@ struct Weight {
     int64_t N, K;
 };
 
-// MR rows x P panels. x is [K][MR].
-template <class W, class T, int MR, int P>
-void tile(const float* x, const Weight& g, int64_t panel, T* out) {
-    V acc[MR][2 * P] = {};
-    const int64_t K = g.K, step = K * W::bytes, groups = (K + 31) / 32;
+// Adds the products of k0, ..., k1 - 1 to the sums of MR rows x P panels. x is [K][MR].
+template <class W, int MR, int P>
+INLINE void add_products(const float* x, const Weight& g, int64_t panel, int64_t k0, int64_t k1, V (&sum)[MR][2 * P]) {
+    const int64_t step = g.K * W::bytes, groups = (g.K + GROUP - 1) / GROUP;
     const char* w = g.w + panel * step;
     W weights[P];
     for (int p = 0; p < P && g.scales; p++) weights[p].start(g.scales + (panel + p) * groups * 128);
-    for (int64_t i = 0; i < groups; i++) {
+    for (int64_t i = k0 / GROUP; i * GROUP < k1; i++) {
         for (int p = 0; p < P; p++) weights[p].group(i);
-        for (int64_t k = 32 * i; k < std::min(32 * i + 32, K); k++) {
+        for (int64_t k = GROUP * i; k < std::min(GROUP * (i + 1), k1); k++) {
             V b[2 * P];
             for (int p = 0; p < P; p++) __builtin_prefetch(w + p * step + k * W::bytes + AHEAD);
             for (int p = 0; p < P; p++) weights[p].get(w + p * step + k * W::bytes, b[2 * p], b[2 * p + 1]);
             for (int m = 0; m < MR; m++)
-                for (int j = 0; j < 2 * P; j++) acc[m][j] += x[k * MR + m] * b[j];
+                for (int j = 0; j < 2 * P; j++) sum[m][j] += x[k * MR + m] * b[j];
         }
     }
-    const int64_t first = panel * PANEL, columns = std::min<int64_t>(P * PANEL, g.N - first);
+}
+
+// The sum of 16 columns from column n on -> out.
+template <class T>
+INLINE void finish(V y, const Weight& g, int64_t n, T* out) {
+    const int64_t left = g.N - n;
+    if (left <= 0) return;
+    if (g.factor) y *= load(g.factor + n, left);
+    if (g.bias) y += load(g.bias + n, left);
+    store(out + n, y, left);
+}
+
+template <class W, class T, int MR, int P>
+void tile(const float* x, const Weight& g, int64_t panel, T* out) {
+    V sum[MR][2 * P] = {};
+    add_products<W, MR, P>(x, g, panel, 0, g.K, sum);
     for (int m = 0; m < MR; m++)
-        for (int64_t j = 0; j * LANES < columns; j++) {
-            const int64_t n = first + j * LANES, left = g.N - n;
-            V y = acc[m][j];
-            if (g.factor) y *= load(g.factor + n, left);
-            if (g.bias) y += load(g.bias + n, left);
-            store(out + m * g.N + n, y, left);
-        }
+        for (int j = 0; j < 2 * P; j++) finish(sum[m][j], g, panel * PANEL + j * LANES, out + m * g.N);
 }
 
 template <class W, class T, int P>
 void tiles(int64_t M, const float* x, const Weight& g, int64_t panel, T* out) {
-    constexpr int64_t most = TILE / (2 * P);
+    constexpr int64_t most = SUMS / (2 * P);
     for (int64_t m = 0; m < M; m += most) {
         const float* from = x + m * g.K;
         T* to = out + m * g.N;
@@ -132,6 +152,71 @@ void tiles(int64_t M, const float* x, const Weight& g, int64_t panel, T* out) {
 #undef CASE
         }
     }
+}
+
+// As `tiles`, for more rows: a piece of the panel at a time is made floats, in strips that are two registers wide, and
+// stays in the nearest cache while the rows pass by.
+
+// Weights at k0, ..., k1 - 1 -> [strip][k][STRIP].
+template <class W>
+void unpack(const Weight& g, int64_t panel, int64_t k0, int64_t k1, float* out) {
+    const int64_t step = g.K * W::bytes, groups = (g.K + GROUP - 1) / GROUP;
+    const char* w = g.w + panel * step;
+    W weights;
+    if (g.scales) weights.start(g.scales + panel * groups * 128);
+    for (int64_t k = k0; k < k1; k++) {
+        if (k % GROUP == 0) weights.group(k / GROUP);
+        V both[2];
+        weights.get(w + k * W::bytes, both[0], both[1]);
+        for (int j = 0; j < 2; j++)
+            each(both[j], [&](RV y, int i) {
+                const int64_t column = j * LANES + i;
+                std::memcpy(out + column / STRIP * PIECE * STRIP + (k - k0) * STRIP + column % STRIP, &y, sizeof y);
+            });
+    }
+}
+
+// Adds the products of MR rows with a strip, of n k's, to sums [MR][STRIP]. x is [k][MR].
+template <int MR>
+void add_strip(const float* x, const float* w, int64_t n, float* sums) {
+    RV sum[MR][2];
+    for (int m = 0; m < MR; m++)
+        for (int j = 0; j < 2; j++) sum[m][j] = read<RV>(sums + m * STRIP + j * WIDTH);
+    for (int64_t k = 0; k < n; k++) {
+        const RV b0 = read<RV>(w + k * STRIP), b1 = read<RV>(w + k * STRIP + WIDTH);
+        for (int m = 0; m < MR; m++) sum[m][0] += x[k * MR + m] * b0, sum[m][1] += x[k * MR + m] * b1;
+    }
+    for (int m = 0; m < MR; m++)
+        for (int j = 0; j < 2; j++) std::memcpy(sums + m * STRIP + j * WIDTH, &sum[m][j], sizeof(RV));
+}
+
+template <class W, class T>
+void pieces(int64_t M, const float* x, int64_t most, const Weight& g, int64_t panel, float* sums, T* out) {
+    alignas(64) float piece[PIECE * PANEL];
+    std::fill(sums, sums + M * PANEL, 0.0f);  // [strip][row][STRIP]
+    for (int64_t k0 = 0; k0 < g.K; k0 += PIECE) {
+        const int64_t n = std::min(PIECE, g.K - k0);
+        unpack<W>(g, panel, k0, k0 + n, piece);
+        for (int64_t strip = 0; strip < PANEL / STRIP; strip++)
+            for (int64_t m = 0; m < M; m += most) {
+                const int64_t rows = std::min(most, M - m);
+                const float *from = x + m * g.K + k0 * rows, *w = piece + strip * PIECE * STRIP;
+                float* to = sums + (strip * M + m) * STRIP;
+                switch (rows) {
+#define CASE(i) case i: if constexpr (i <= MOST) add_strip<i>(from, w, n, to); break;
+                    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+                }
+            }
+    }
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t column = 0; column < PANEL; column += LANES) {
+            const V y = make<V>([&](int i) {
+                const int64_t at = column + i;
+                return read<RV>(sums + (at / STRIP * M + m) * STRIP + at % STRIP);
+            });
+            finish(y, g, panel * PANEL + column, out + m * g.N);
+        }
 }
 
 // x (M, K) as float32 [tile][K][rows of the tile]: the tile of row m, of at most 16 rows.
@@ -154,8 +239,10 @@ template <class W, class T>
 void linear(const T* x, int64_t M, const Weight& g, T* out) {
     if (M == 0) return;
     // Few rows: two panels at a time, so that there are enough independent sums.
-    const bool few = M <= TILE / 4;
-    const int64_t most = TILE / (few ? 4 : 2), K = g.K, panels = (g.N + PANEL - 1) / PANEL;
+    const bool few = M <= SUMS / 4, many = M > W::many;
+    const int64_t rounds = (M + MOST - 1) / MOST;
+    const int64_t most = many ? (M + rounds - 1) / rounds : SUMS / (few ? 4 : 2), K = g.K, panels = (g.N + PANEL - 1) / PANEL;
+    const int64_t block = ROWS / most * most;
     std::unique_ptr<float[]> buffer(new float[M * K]);
     if (few) arrange(x, 0, M, K, most, buffer.get());  // not worth waiting for other threads
 #pragma omp parallel
@@ -167,12 +254,15 @@ void linear(const T* x, int64_t M, const Weight& g, T* out) {
             for (; p + 2 <= end; p += 2) tiles<W, T, 2>(M, buffer.get(), g, p, out);
             if (p < end) tiles<W, T, 1>(M, buffer.get(), g, p, out);
         } else {
+            float sums[many ? ROWS * PANEL : 1];
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < M; m += most) arrange(x, m, M, K, most, buffer.get());
-            for (int64_t m = 0; m < M; m += DEPTH * most) {
-                const int64_t n = std::min(DEPTH * most, M - m);
+            for (int64_t m = 0; m < M; m += block) {
+                const int64_t n = std::min(block, M - m);
 #pragma omp for schedule(static) nowait
-                for (int64_t p = 0; p < panels; p++) tiles<W, T, 1>(n, &buffer[m * K], g, p, out + m * g.N);
+                for (int64_t p = 0; p < panels; p++)
+                    if (many) pieces<W>(n, &buffer[m * K], most, g, p, sums, out + m * g.N);
+                    else tiles<W, T, 1>(n, &buffer[m * K], g, p, out + m * g.N);
             }
         }
     }

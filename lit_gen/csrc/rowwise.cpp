@@ -57,8 +57,7 @@ void layer_norm(const T* x, const Rows& rows, const T* weight, const T* bias, fl
         for (int64_t c = 0; c < C; c += LANES) total += load(row + c, C - c);
         const float mean = sum(total) / float(C);
         for (int64_t c = 0; c < C; c += LANES) {
-            V y = load(row + c, C - c) - mean;
-            for (int64_t i = C - c; i < LANES; i++) y[i] = 0;
+            const V y = keep(load(row + c, C - c) - mean, C - c, 0);
             squares += y * y;
         }
         const float factor = 1.0f / std::sqrt(sum(squares) / float(C) + eps);
@@ -76,14 +75,12 @@ enum Act { SILU, GELU_TANH, GELU, RELU };
 template <int A>
 inline V act(V x) {
     if (A == SILU) return x / (1.0f + exp(-x));
-    if (A == RELU) return x < 0.0f ? V{} : x;
+    if (A == RELU) return select(x < 0.0f, V{}, x);
     if (A == GELU_TANH) {  // 0.5 x (1 + tanh u) = x / (1 + e**(-2u)), u = sqrt(2 / pi) (x + 0.044715 x**3)
         const V u = 0.7978845608f * (x + 0.044715f * x * x * x);
         return x / (1.0f + exp(-2.0f * u));
     }
-    V y;
-    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067812f));
-    return y;
+    return map(x, [](float y, int) { return 0.5f * y * (1.0f + std::erf(y * 0.7071067812f)); });
 }
 
 template <class T, int A>

@@ -1,23 +1,98 @@
 // Vectors of 16 floats, and the 16-bit formats in and out of them.
 //
-// GCC/Clang vector extensions: a compiler for a machine with smaller registers makes several instructions of one.
+// A vector is one register where the machine has such, and else a pair of halves: wider than the registers, GCC keeps
+// a vector in memory, and products were thirty times as slow. What is done to a vector is done to each of its registers.
 
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#include <type_traits>
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-typedef float V __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t U __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t U16 __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint8_t U8 __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int8_t I8 __attribute__((vector_size(16), aligned(1), may_alias));
+#define INLINE inline __attribute__((always_inline))
+
 constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;  // floats in a register
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+// Registers.
+typedef float RV __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t RU __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t RI __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t RU16 __attribute__((vector_size(2 * WIDTH)));
+
+template <class H>
+struct Pair {
+    typedef H Half;
+    H lo, hi;
+};
+template <class T> constexpr bool is_pair = false;
+template <class H> constexpr bool is_pair<Pair<H>> = true;
+template <class T> constexpr int lanes = sizeof(T) / 4;
+constexpr int SUMS = WIDTH == 16 ? 24 : 6;  // vectors of sums that are formed at once: as many as there are registers for
+
+#define BOTH(op)                                                                                   \
+    template <class H, class G>                                                                    \
+    INLINE auto operator op(Pair<H> a, Pair<G> b) { return Pair<decltype(a.lo op b.lo)>{a.lo op b.lo, a.hi op b.hi}; } \
+    template <class H, class S, class = std::enable_if_t<std::is_arithmetic<S>::value>>           \
+    INLINE auto operator op(Pair<H> a, S b) { return Pair<decltype(a.lo op b)>{a.lo op b, a.hi op b}; } \
+    template <class H, class S, class = std::enable_if_t<std::is_arithmetic<S>::value>>           \
+    INLINE auto operator op(S a, Pair<H> b) { return Pair<decltype(a op b.lo)>{a op b.lo, a op b.hi}; }
+BOTH(+) BOTH(-) BOTH(*) BOTH(/) BOTH(<) BOTH(>) BOTH(==) BOTH(!=) BOTH(&) BOTH(<<) BOTH(>>)
+#undef BOTH
+template <class H> INLINE Pair<H> operator-(Pair<H> a) { return {-a.lo, -a.hi}; }
+template <class H, class S> INLINE Pair<H>& operator+=(Pair<H>& a, S b) { return a = a + b; }
+template <class H, class S> INLINE Pair<H>& operator-=(Pair<H>& a, S b) { return a = a - b; }
+template <class H, class S> INLINE Pair<H>& operator*=(Pair<H>& a, S b) { return a = a * b; }
+
+template <class R, int N> struct Join { typedef Pair<typename Join<R, N / 2>::type> type; };
+template <class R> struct Join<R, 1> { typedef R type; };
+typedef Join<RV, LANES / WIDTH>::type V;
+typedef Join<RU, LANES / WIDTH>::type U;
+typedef Join<RI, LANES / WIDTH>::type I;
+
+// A vector whose register from lane i on is f(i).
+template <class T, class F>
+INLINE T make(const F& f, int i = 0) {
+    if constexpr (is_pair<T>) return {make<typename T::Half>(f, i), make<typename T::Half>(f, i + lanes<T> / 2)};
+    else return f(i);
+}
+
+// f(register, its first lane) for each register.
+template <class T, class F>
+INLINE void each(T x, const F& f, int i = 0) {
+    if constexpr (is_pair<T>) each(x.lo, f, i), each(x.hi, f, i + lanes<T> / 2);
+    else f(x, i);
+}
+
+// The same bits as numbers of another type.
+template <class To, class From>
+INLINE To as(From x) {
+    if constexpr (is_pair<To>) return {as<typename To::Half>(x.lo), as<typename To::Half>(x.hi)};
+    else return (To)x;
+}
+
+template <class M, class T>
+INLINE T select(M which, T a, T b) {  // by lanes: a where `which` holds, else b
+    if constexpr (is_pair<T>) return {select(which.lo, a.lo, b.lo), select(which.hi, a.hi, b.hi)};
+    else return which ? a : b;
+}
+
+template <class R>
+INLINE R read(const void* p) {
+    R x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
 
 struct bf16 { uint16_t bits; };
 typedef _Float16 half;
@@ -39,35 +114,54 @@ inline void store(bf16* p, float x) {  // to nearest, ties to even; NaN stays Na
     p->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline V splat(float x) { return x - V{}; }
-inline V load(const float* p) { return *(const V*)p; }
-inline V load(const bf16* p) { return (V)(__builtin_convertvector(*(const U16*)p, U) << 16); }
-inline V load(const half* p) {
-#ifdef __AVX512F__
-    return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+INLINE V splat(float x) {
+    return make<V>([=](int) { return x - RV{}; });
+}
+INLINE V load(const float* p) {
+    return make<V>([=](int i) { return read<RV>(p + i); });
+}
+INLINE V load(const bf16* p) {
+    return make<V>([=](int i) { return (RV)(__builtin_convertvector(read<RU16>(p + i), RU) << 16); });
+}
+INLINE V load(const half* p) {
+    return make<V>([=](int i) {
+#if defined(__AVX512F__)
+        return (RV)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + i)));
+#elif defined(__F16C__) && defined(__AVX2__)
+        return (RV)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + i)));
 #else
-    V y;
-    for (int i = 0; i < LANES; i++) y[i] = float(p[i]);
-    return y;
+        RV y;
+        for (int j = 0; j < WIDTH; j++) y[j] = float(p[i + j]);
+        return y;
 #endif
+    });
 }
 
-inline void store(float* p, V x) { *(V*)p = x; }
-inline void store(bf16* p, V x) {
-    U bits = (U)x;
-    bits = x != x ? U{} + 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(U16*)p = __builtin_convertvector(bits, U16);
+INLINE void store(float* p, V x) {
+    each(x, [=](RV y, int i) { std::memcpy(p + i, &y, sizeof y); });
 }
-inline void store(half* p, V x) {
-#ifdef __AVX512F__
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+INLINE void store(bf16* p, V x) {
+    each(x, [=](RV y, int i) {
+        RU bits = (RU)y;
+        bits = y != y ? RU{} + 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const RU16 low = __builtin_convertvector(bits, RU16);
+        std::memcpy(p + i, &low, sizeof low);
+    });
+}
+INLINE void store(half* p, V x) {
+    each(x, [=](RV y, int i) {
+#if defined(__AVX512F__)
+        _mm256_storeu_si256((__m256i*)(p + i), _mm512_cvtps_ph((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__) && defined(__AVX2__)
+        _mm_storeu_si128((__m128i*)(p + i), _mm256_cvtps_ph((__m256)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-    for (int i = 0; i < LANES; i++) p[i] = half(x[i]);
+        for (int j = 0; j < WIDTH; j++) p[i + j] = half(y[j]);
 #endif
+    });
 }
 
 template <class T>
-inline V load(const T* p, int64_t n) {  // the first n of 16, then zeros
+INLINE V load(const T* p, int64_t n) {  // the first n of 16, then zeros
     if (n >= LANES) return load(p);
     float y[LANES] = {};
     for (int i = 0; i < n; i++) y[i] = to_float(p[i]);
@@ -75,27 +169,53 @@ inline V load(const T* p, int64_t n) {  // the first n of 16, then zeros
 }
 
 template <class T>
-inline void store(T* p, V x, int64_t n) {  // the first n of 16
+INLINE void store(T* p, V x, int64_t n) {  // the first n of 16
     if (n >= LANES) return store(p, x);
     float y[LANES];
-    std::memcpy(y, &x, sizeof y);
+    store(y, x);
     for (int i = 0; i < n; i++) store(p + i, y[i]);
 }
 
-template <int S>
-inline void exchange(V& a, V& b) {  // a's lanes with bit S go to b, and b's without it to a, where they lie S apart
-#define LOW(l) ((l) & S ? 16 + ((l) ^ S) : (l))
-#define HIGH(l) ((l) & S ? 16 + (l) : (l) | S)
-#define ALL(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-    const V low = __builtin_shufflevector(a, b, ALL(LOW)), high = __builtin_shufflevector(a, b, ALL(HIGH));
-    a = low, b = high;
+template <class F>
+INLINE V map(V x, const F& f) {  // f of each lane by itself, f(number, lane): for what there is no instruction
+    float y[LANES];
+    store(y, x);
+    for (int i = 0; i < LANES; i++) y[i] = f(y[i], i);
+    return load(y);
+}
+INLINE V keep(V x, int64_t n, float rest) {  // the first n lanes; `rest` in the others
+    return n >= LANES ? x : map(x, [=](float y, int i) { return i < n ? y : rest; });
+}
+
+template <int S, class T>
+INLINE void exchange(T& a, T& b) {  // a's lanes with bit S go to b, and b's without it to a, where they lie S apart
+    if constexpr (is_pair<T>) {
+        if constexpr (S == lanes<T> / 2) std::swap(a.hi, b.lo);
+        else exchange<S>(a.lo, b.lo), exchange<S>(a.hi, b.hi);
+    } else {
+#define LOW(l) ((l) & S ? WIDTH + ((l) ^ S) : (l))
+#define HIGH(l) ((l) & S ? WIDTH + (l) : (l) | S)
+#define ALL4(f, i) f(i), f(i + 1), f(i + 2), f(i + 3)
+#define ALL8(f, i) ALL4(f, i), ALL4(f, i + 4)
+#if defined(__AVX512F__)
+#define ALL(f) ALL8(f, 0), ALL8(f, 8)
+#elif defined(__AVX2__)
+#define ALL(f) ALL8(f, 0)
+#else
+#define ALL(f) ALL4(f, 0)
+#endif
+        const T low = __builtin_shufflevector(a, b, ALL(LOW)), high = __builtin_shufflevector(a, b, ALL(HIGH));
+        a = low, b = high;
 #undef LOW
 #undef HIGH
 #undef ALL
+#undef ALL8
+#undef ALL4
+    }
 }
 
 template <int S>
-inline void exchange_all(V* p) {
+INLINE void exchange_all(V* p) {
     for (int i = 0; i < LANES; i++)
         if (!(i & S)) exchange<S>(p[i], p[i + S]);
 }
@@ -105,7 +225,7 @@ inline void transpose(V* p) {  // 16 vectors
 
 // For each lane the sum of the 16 lanes of p[lane]: a tree of 15 additions, always the same one.
 template <int S>
-inline V pair_sums(V a, V b) {  // lanes without bit S: sums of a's lanes l and l + S; the others: of b's
+INLINE V pair_sums(V a, V b) {  // lanes without bit S: sums of a's lanes l and l + S; the others: of b's
     exchange<S>(a, b);
     return a + b;
 }
@@ -116,25 +236,31 @@ inline V sums(V* p) {
     return pair_sums<1>(p[0], p[1]);
 }
 inline float sum(V x) {  // of its lanes, in order
-    float s = 0;
-    for (int i = 0; i < LANES; i++) s += x[i];
+    float y[LANES], s = 0;
+    store(y, x);
+    for (int i = 0; i < LANES; i++) s += y[i];
     return s;
+}
+inline float largest(V x) {
+    float y[LANES];
+    store(y, x);
+    return *std::max_element(y, y + LANES);
 }
 
 // e**x to 2 units in the last place: 2**n * e**r with |r| <= ln(2) / 2, and the series of e**r. Below -87 it is e**-87,
 // above 88 infinity; NaN stays NaN.
-inline V exp(V x) {
+INLINE V exp(V x) {
     const V wanted = x;
-    x = x < -87.0f ? splat(-87.0f) : x;
-    x = x > 88.0f ? splat(88.0f) : x;
+    x = select(x < -87.0f, splat(-87.0f), x);
+    x = select(x > 88.0f, splat(88.0f), x);
     const V magic = splat(12582912.0f);  // 1.5 * 2**23: adding it leaves the nearest integer in the last bits
     V n = x * 1.44269504f + magic;
-    I power = (I)n - (I)magic;
+    const I power = as<I>(n) - as<I>(magic);
     n -= magic;
     V r = x - n * 0.693145752f;  // ln 2 in two parts, the first one exact in products with n
     r -= n * 1.42860677e-6f;
     V y = splat(1.0f / 5040);
     for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * r + c;
-    y = (V)((I)y + (power << 23));
-    return wanted > 88.0f ? splat(INFINITY) : y;
+    y = as<V>(as<I>(y) + (power << 23));
+    return select(wanted > 88.0f, splat(INFINITY), y);
 }
