@@ -20,7 +20,7 @@ constexpr int64_t GROUP = 32;   // k's of int4 that share a factor
 constexpr int64_t PIECE = 128;  // k's of a panel that are made floats at once: 16 KB
 constexpr int64_t ROWS = 192;   // rows whose sums are formed while a piece is at hand
 constexpr int64_t STRIP = 2 * WIDTH;  // columns of a piece
-constexpr int64_t MOST = WIDTH == 8 ? 6 : 12;  // rows whose sums for a strip fill the registers
+constexpr int64_t MOST = REGISTERS / 2;  // rows whose sums for a strip fill the registers
 
 template <class T>
 INLINE RI widen(const char* p) {  // a register of 8-bit integers as 32-bit ones
@@ -240,8 +240,8 @@ void linear(const T* x, int64_t M, const Weight& g, T* out) {
     if (M == 0) return;
     // Few rows: two panels at a time, so that there are enough independent sums.
     const bool few = M <= SUMS / 4, many = M > W::many;
-    const int64_t rounds = (M + MOST - 1) / MOST;
-    const int64_t most = many ? (M + rounds - 1) / rounds : SUMS / (few ? 4 : 2), K = g.K, panels = (g.N + PANEL - 1) / PANEL;
+    const int64_t K = g.K, panels = (g.N + PANEL - 1) / PANEL, rounds = (M + MOST - 1) / MOST;
+    const int64_t most = many ? (M + rounds - 1) / rounds : SUMS / (few ? 4 : 2);  // rows of a tile
     const int64_t block = ROWS / most * most;
     std::unique_ptr<float[]> buffer(new float[M * K]);
     if (few) arrange(x, 0, M, K, most, buffer.get());  // not worth waiting for other threads

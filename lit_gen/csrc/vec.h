@@ -23,6 +23,13 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
+// What sums that are formed at once may fill, leaving some for what is added to them: in registers, and in vectors.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 24;
+#else
+constexpr int REGISTERS = 12;
+#endif
+constexpr int SUMS = REGISTERS * WIDTH / LANES;
 
 // Registers.
 typedef float RV __attribute__((vector_size(4 * WIDTH)));
@@ -38,7 +45,6 @@ struct Pair {
 template <class T> constexpr bool is_pair = false;
 template <class H> constexpr bool is_pair<Pair<H>> = true;
 template <class T> constexpr int lanes = sizeof(T) / 4;
-constexpr int SUMS = WIDTH == 16 ? 24 : 6;  // vectors of sums that are formed at once: as many as there are registers for
 
 #define BOTH(op)                                                                                   \
     template <class H, class G>                                                                    \
