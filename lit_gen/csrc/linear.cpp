@@ -10,117 +10,15 @@
 inline int omp_get_thread_num() { return 0; }
 inline int omp_get_num_threads() { return 1; }
 #endif
-#include "vec.h"
+#include "weights.h"
 
 namespace {
 
-constexpr int PANEL = 32;  // output columns whose weights lie together: w is [N / 32][K][32]
 constexpr int AHEAD = 2048;  // bytes: weights are fetched so long before they are needed
-constexpr int64_t GROUP = 32;   // k's of int4 that share a factor
 constexpr int64_t PIECE = 128;  // k's of a panel that are made floats at once: 16 KB
 constexpr int64_t ROWS = 192;   // rows whose sums are formed while a piece is at hand
 constexpr int64_t STRIP = 2 * WIDTH;  // columns of a piece
 constexpr int64_t MOST = REGISTERS / 2;  // rows whose sums for a strip fill the registers
-
-template <class T>
-INLINE RI widen(const char* p) {  // a register of 8-bit integers as 32-bit ones
-#if defined(__AVX512F__)
-    const __m128i x = _mm_loadu_si128((const __m128i*)p);
-    return (RI)(std::is_signed<T>::value ? _mm512_cvtepi8_epi32(x) : _mm512_cvtepu8_epi32(x));
-#elif defined(__AVX2__)
-    const __m128i x = _mm_loadl_epi64((const __m128i*)p);
-    return (RI)(std::is_signed<T>::value ? _mm256_cvtepi8_epi32(x) : _mm256_cvtepu8_epi32(x));
-#else  // by way of 16 bits: of the direct conversion GCC 12 makes 50 instructions
-    typedef T R8 __attribute__((vector_size(WIDTH)));
-    typedef int16_t R16 __attribute__((vector_size(2 * WIDTH)));
-    return __builtin_convertvector(__builtin_convertvector(read<R8>(p), R16), RI);
-#endif
-}
-
-template <class F>
-INLINE V floats(const F& integers) {  // of the register from lane i on
-    return make<V>([&](int i) { return __builtin_convertvector(integers(i), RV); });
-}
-
-// The weights of 32 columns at one k, as two vectors of 16.
-struct Float {
-    static constexpr int bytes = 128, many = 4 * SUMS;  // more rows: see `pieces`
-    void start(const char*) {}
-    void group(int64_t) {}
-    void get(const char* p, V& a, V& b) const { a = load((const float*)p), b = load((const float*)p + 16); }
-};
-
-struct BFloat {  // columns j and 16 + j in one 32-bit word
-    static constexpr int bytes = 64, many = 3 * SUMS / 2;
-    void start(const char*) {}
-    void group(int64_t) {}
-    void get(const char* p, V& a, V& b) const {
-        const U both = make<U>([=](int i) { return read<RU>(p + 4 * i); });
-        a = as<V>(both << 16), b = as<V>(both & 0xffff0000u);
-    }
-};
-
-struct Int8 {  // the factor of each column is applied by the caller, to the whole sum
-    static constexpr int bytes = 32, many = 2 * SUMS;
-    void start(const char*) {}
-    void group(int64_t) {}
-    void get(const char* p, V& a, V& b) const {
-        a = floats([=](int i) { return widen<int8_t>(p + i); });
-        b = floats([=](int i) { return widen<int8_t>(p + 16 + i); });
-    }
-};
-
-struct Int4 {  // column j in the low half of a byte, 16 + j in the high half; factor and least value of 32 k's together
-    static constexpr int bytes = 16, many = 2 * SUMS / 3;
-    const char* scales = nullptr;  // [K / 32][2][32] bfloat16, in pairs of columns as in BFloat
-    V factor[2], least[2];
-    void start(const char* panel) { scales = panel; }
-    void group(int64_t i) {
-        const BFloat pairs;
-        pairs.get(scales + i * 128, factor[0], factor[1]);
-        pairs.get(scales + i * 128 + 64, least[0], least[1]);
-    }
-    void get(const char* p, V& a, V& b) const {
-#ifdef __AVX512F__  // a table of the 16 numbers, which looks at the low half of a byte only
-        const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i both = (__m512i)widen<uint8_t>(p);
-        const V low = (V)_mm512_permutexvar_ps(both, numbers);
-        const V high = (V)_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
-#else
-        const V low = floats([=](int i) { return widen<uint8_t>(p + i) & 15; });
-        const V high = floats([=](int i) { return widen<uint8_t>(p + i) >> 4; });
-#endif
-        a = low * factor[0] + least[0];
-        b = high * factor[1] + least[1];
-    }
-};
-
-struct Weight {
-    const char* w;       // [panels][K][32]
-    const char* scales;  // Int4: [panels][K / 32][2][32] bfloat16
-    const float* factor; // Int8: [N]
-    const float* bias;   // [N]
-    int64_t N, K;
-};
-
-// Adds the products of k0, ..., k1 - 1 to the sums of MR rows x P panels. x is [K][MR].
-template <class W, int MR, int P>
-INLINE void add_products(const float* x, const Weight& g, int64_t panel, int64_t k0, int64_t k1, V (&sum)[MR][2 * P]) {
-    const int64_t step = g.K * W::bytes, groups = (g.K + GROUP - 1) / GROUP;
-    const char* w = g.w + panel * step;
-    W weights[P];
-    for (int p = 0; p < P && g.scales; p++) weights[p].start(g.scales + (panel + p) * groups * 128);
-    for (int64_t i = k0 / GROUP; i * GROUP < k1; i++) {
-        for (int p = 0; p < P; p++) weights[p].group(i);
-        for (int64_t k = GROUP * i; k < std::min(GROUP * (i + 1), k1); k++) {
-            V b[2 * P];
-            for (int p = 0; p < P; p++) __builtin_prefetch(w + p * step + k * W::bytes + AHEAD);
-            for (int p = 0; p < P; p++) weights[p].get(w + p * step + k * W::bytes, b[2 * p], b[2 * p + 1]);
-            for (int m = 0; m < MR; m++)
-                for (int j = 0; j < 2 * P; j++) sum[m][j] += x[k * MR + m] * b[j];
-        }
-    }
-}
 
 // The sum of 16 columns from column n on -> out.
 template <class T>
@@ -132,10 +30,34 @@ INLINE void finish(V y, const Weight& g, int64_t n, T* out) {
     store(out + n, y, left);
 }
 
+// f of the constant n, of at most `most`: loops over so many rows are then unrolled.
+template <int64_t most, class F>
+INLINE void with_constant(int64_t n, const F& f) {
+    switch (n) {
+#define CASE(i) case i: if constexpr (i <= most) f(std::integral_constant<int, i>()); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+}
+
+// MR rows x P panels. x is [K][MR].
 template <class W, class T, int MR, int P>
 void tile(const float* x, const Weight& g, int64_t panel, T* out) {
     V sum[MR][2 * P] = {};
-    add_products<W, MR, P>(x, g, panel, 0, g.K, sum);
+    const int64_t K = g.K, step = K * W::bytes, groups = (K + GROUP - 1) / GROUP;
+    const char* w = g.w + panel * step;
+    W weights[P];
+    for (int p = 0; p < P && g.scales; p++) weights[p].start(g.scales + (panel + p) * groups * 128);
+    for (int64_t i = 0; i < groups; i++) {
+        for (int p = 0; p < P; p++) weights[p].group(i);
+        for (int64_t k = GROUP * i; k < std::min(GROUP * (i + 1), K); k++) {
+            V b[2 * P];
+            for (int p = 0; p < P; p++) __builtin_prefetch(w + p * step + k * W::bytes + AHEAD);
+            for (int p = 0; p < P; p++) weights[p].get(w + p * step + k * W::bytes, b[2 * p], b[2 * p + 1]);
+            for (int m = 0; m < MR; m++)
+                for (int j = 0; j < 2 * P; j++) sum[m][j] += x[k * MR + m] * b[j];
+        }
+    }
     for (int m = 0; m < MR; m++)
         for (int j = 0; j < 2 * P; j++) finish(sum[m][j], g, panel * PANEL + j * LANES, out + m * g.N);
 }
@@ -143,15 +65,10 @@ void tile(const float* x, const Weight& g, int64_t panel, T* out) {
 template <class W, class T, int P>
 void tiles(int64_t M, const float* x, const Weight& g, int64_t panel, T* out) {
     constexpr int64_t most = SUMS / (2 * P);
-    for (int64_t m = 0; m < M; m += most) {
-        const float* from = x + m * g.K;
-        T* to = out + m * g.N;
-        switch (std::min(most, M - m)) {
-#define CASE(i) case i: if constexpr (i <= most) tile<W, T, i, P>(from, g, panel, to); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-        }
-    }
+    for (int64_t m = 0; m < M; m += most)
+        with_constant<most>(std::min(most, M - m), [&](auto rows) {
+            tile<W, T, rows, P>(x + m * g.K, g, panel, out + m * g.N);
+        });
 }
 
 // As `tiles`, for more rows: a piece of the panel at a time is made floats, in strips that are two registers wide, and
@@ -199,14 +116,9 @@ void pieces(int64_t M, const float* x, int64_t most, const Weight& g, int64_t pa
         unpack<W>(g, panel, k0, k0 + n, piece);
         for (int64_t strip = 0; strip < PANEL / STRIP; strip++)
             for (int64_t m = 0; m < M; m += most) {
-                const int64_t rows = std::min(most, M - m);
-                const float *from = x + m * g.K + k0 * rows, *w = piece + strip * PIECE * STRIP;
-                float* to = sums + (strip * M + m) * STRIP;
-                switch (rows) {
-#define CASE(i) case i: if constexpr (i <= MOST) add_strip<i>(from, w, n, to); break;
-                    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-                }
+                const int64_t tile = std::min(most, M - m);
+                const float *from = x + m * g.K + k0 * tile, *w = piece + strip * PIECE * STRIP;
+                with_constant<MOST>(tile, [&](auto rows) { add_strip<rows>(from, w, n, sums + (strip * M + m) * STRIP); });
             }
     }
     for (int64_t m = 0; m < M; m++)
