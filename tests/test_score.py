@@ -247,10 +247,10 @@ def test_look_up_is_log_softmax_with_the_bits_of_the_row_alone() -> None:
     logits = torch.randn(50, 49152, generator=torch.Generator().manual_seed(0)) * 3  # 21 rows are handled at once
     tokens = [[i, int(logits[i].argmax()), 49151 - i][: i % 4] for i in range(50)]
     found = look_up(logits, tokens)
-    for rows in (logits, logits.bfloat16()):  # in float32 whatever the logits are
+    for rows in (logits, logits.bfloat16()):  # in float32 whatever the logits are, of which 49,152 are added up
         exact = rows.double().log_softmax(-1)
         expected = [exact[i, token].item() for i, some in enumerate(tokens) for token in some]
-        torch.testing.assert_close([value for value, _ in look_up(rows, tokens)], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close([value for value, _ in look_up(rows, tokens)], expected, rtol=1e-5, atol=1e-5)
     hits = [int(logits[i].argmax()) == token for i, some in enumerate(tokens) for token in some]
     assert [hit for _, hit in found] == hits and 0 < sum(hits) < len(hits)
     for rows in (logits, logits.bfloat16()):
