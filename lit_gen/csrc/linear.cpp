@@ -93,13 +93,15 @@ void unpack(const Weight& g, int64_t panel, int64_t k0, int64_t k1, float* out) 
     }
 }
 
-// Adds the products of MR rows with a strip, of n k's, to sums [MR][STRIP]. x is [k][MR].
+// Adds the products of MR rows with a strip, of n k's, to sums [MR][STRIP]. x is [k][MR]. Meanwhile fetches every
+// `stride` bytes of `next`.
 template <int MR>
-void add_strip(const float* x, const float* w, int64_t n, float* sums) {
+void add_strip(const float* x, const float* w, int64_t n, float* sums, const char* next, int64_t stride) {
     RV sum[MR][2];
     for (int m = 0; m < MR; m++)
         for (int j = 0; j < 2; j++) sum[m][j] = read<RV>(sums + m * STRIP + j * WIDTH);
     for (int64_t k = 0; k < n; k++) {
+        __builtin_prefetch(next + k * stride);
         const RV b0 = read<RV>(w + k * STRIP), b1 = read<RV>(w + k * STRIP + WIDTH);
         for (int m = 0; m < MR; m++) sum[m][0] += x[k * MR + m] * b0, sum[m][1] += x[k * MR + m] * b1;
     }
@@ -111,14 +113,17 @@ template <class W, class T>
 void pieces(int64_t M, const float* x, int64_t most, const Weight& g, int64_t panel, float* sums, T* out) {
     alignas(64) float piece[PIECE * PANEL];
     std::fill(sums, sums + M * PANEL, 0.0f);  // [strip][row][STRIP]
+    const int64_t stride = W::bytes * most / M / (PANEL / STRIP);
     for (int64_t k0 = 0; k0 < g.K; k0 += PIECE) {
         const int64_t n = std::min(PIECE, g.K - k0);
         unpack<W>(g, panel, k0, k0 + n, piece);
+        const char* next = g.w + (panel * g.K + k0 + n) * W::bytes;  // the next piece, to be fetched bit by bit
         for (int64_t strip = 0; strip < PANEL / STRIP; strip++)
-            for (int64_t m = 0; m < M; m += most) {
+            for (int64_t m = 0; m < M; m += most, next += n * stride) {
                 const int64_t tile = std::min(most, M - m);
                 const float *from = x + m * g.K + k0 * tile, *w = piece + strip * PIECE * STRIP;
-                with_constant<MOST>(tile, [&](auto rows) { add_strip<rows>(from, w, n, sums + (strip * M + m) * STRIP); });
+                float* to = sums + (strip * M + m) * STRIP;
+                with_constant<MOST>(tile, [&](auto rows) { add_strip<rows>(from, w, n, to, next, stride); });
             }
     }
     for (int64_t m = 0; m < M; m++)

@@ -30,14 +30,14 @@ INLINE V floats(const F& integers) {  // of the register from lane i on
 
 // The weights of 32 columns at one k, as two vectors of 16.
 struct Float {
-    static constexpr int bytes = 128, many = 4 * SUMS;  // more rows: see `pieces`
+    static constexpr int bytes = 128, many = 2 * SUMS / 3;  // more rows than that are worth `pieces`
     void start(const char*) {}
     void group(int64_t) {}
     void get(const char* p, V& a, V& b) const { a = load((const float*)p), b = load((const float*)p + 16); }
 };
 
 struct BFloat {  // columns j and 16 + j in one 32-bit word
-    static constexpr int bytes = 64, many = 3 * SUMS / 2;
+    static constexpr int bytes = 64, many = 2 * SUMS / 3;
     void start(const char*) {}
     void group(int64_t) {}
     void get(const char* p, V& a, V& b) const {
@@ -47,7 +47,7 @@ struct BFloat {  // columns j and 16 + j in one 32-bit word
 };
 
 struct Int8 {  // the factor of each column is applied by the caller, to the whole sum
-    static constexpr int bytes = 32, many = 2 * SUMS;
+    static constexpr int bytes = 32, many = 4 * SUMS / 3;
     void start(const char*) {}
     void group(int64_t) {}
     void get(const char* p, V& a, V& b) const {
@@ -57,7 +57,7 @@ struct Int8 {  // the factor of each column is applied by the caller, to the who
 };
 
 struct Int4 {  // column j in the low half of a byte, 16 + j in the high half; factor and least value of 32 k's together
-    static constexpr int bytes = 16, many = 2 * SUMS / 3;
+    static constexpr int bytes = 16, many = SUMS / 2;
     const char* scales = nullptr;  // [K / 32][2][32] bfloat16, in pairs of columns as in BFloat
     V factor[2], least[2];
     void start(const char* panel) { scales = panel; }
