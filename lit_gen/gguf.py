@@ -52,9 +52,6 @@ class Cursor:
             raise UserError(f"damaged: a length of {length} at byte {self.pos - 8}")
         return length
 
-    def string(self) -> str:
-        return self.strings(1)[0]
-
     def strings(self, count: int) -> list[str]:
         """So many strings, in one loop without calls: a vocabulary and its merges are hundreds of thousands."""
         data, pos, n_bytes, found = self.data, self.pos, len(self.data), []
@@ -75,7 +72,7 @@ class Cursor:
         if kind in SCALARS:
             return self.numbers(SCALARS[kind])[0]
         if kind == STRING:
-            return self.string()
+            return self.strings(1)[0]
         if kind != ARRAY:
             raise UserError(f"damaged: unknown value type {kind} at byte {self.pos}")
         (kind,), count = self.numbers("I"), self.length()
@@ -117,7 +114,7 @@ def _read_head(path: Path, state: tuple[int, ...]) -> tuple[dict[str, Any], Head
         raise UserError(f"GGUF version {version:#x} is not supported (2 and 3, little-endian, are)")
     metadata: dict[str, Any] = {}
     for _ in range(n_fields):
-        key = cursor.string()
+        key = cursor.strings(1)[0]
         if key in metadata:
             raise UserError(f"damaged: metadata key {key!r} occurs twice")
         metadata[key] = cursor.value(*cursor.numbers("I"))
@@ -126,7 +123,7 @@ def _read_head(path: Path, state: tuple[int, ...]) -> tuple[dict[str, Any], Head
         raise UserError(f"damaged: general.alignment is {alignment!r}, not a power of two from 8 on")
     heads: Heads = {}
     for _ in range(n_tensors):
-        name, (n_dims,) = cursor.string(), cursor.numbers("I")
+        name, (n_dims,) = cursor.strings(1)[0], cursor.numbers("I")
         if name in heads or not 1 <= n_dims <= 4:
             raise UserError(f"damaged: tensor {name!r} occurs twice or has {n_dims} dimensions")
         heads[name] = (cursor.numbers(f"{n_dims}Q")[::-1], *cursor.numbers("IQ"))

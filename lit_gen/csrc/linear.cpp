@@ -171,7 +171,7 @@ void linear(const T* x, int64_t M, const Weight& g, T* out) {
             for (; p + 2 <= end; p += 2) tiles<W, T, 2>(M, buffer.get(), g, p, out);
             if (p < end) tiles<W, T, 1>(M, buffer.get(), g, p, out);
         } else {
-            float sums[many ? ROWS * PANEL : 1];
+            alignas(64) float sums[ROWS * PANEL];
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < M; m += most) arrange(x, m, M, K, most, buffer.get());
             for (int64_t m = 0; m < M; m += block) {
